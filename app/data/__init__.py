@@ -1,0 +1,1 @@
+"""Text that the demo reads: the Constitution of the United States, in the public domain."""

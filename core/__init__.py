@@ -1,0 +1,1 @@
+"""The rules: blocks, hashes, index, leases, plans and transfers, on the standard library alone."""

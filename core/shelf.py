@@ -1,0 +1,336 @@
+"""One tier's decisions: what it holds, who gets room, what has to go for it.
+
+All methods are synchronous and are called under the cache's one lock (R16).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtide.core.errors import KVTideError, NoRoom
+from kvtide.core.eviction import Plan
+from kvtide.core.extents import Extents, extent_of
+from kvtide.core.index import Block, Index, Space
+from kvtide.core.policies import Policy
+from kvtide.core.policies import policy as make_policy
+from kvtide.core.states import EVICTABLE, HELD, State, Step
+
+Link = tuple[bytes, bytes | None]
+"""A block's name and its parent's; None where the parent is a chain's root."""
+
+
+@dataclass(eq=False, slots=True)
+class Claim:
+    """A place in the queue for room.
+
+    attempt: tries to take all that is needed, for good; True ends the claim.
+    give_up: told why the claim ended without room.
+    """
+
+    attempt: Callable[[], bool]
+    give_up: Callable[[KVTideError], None]
+
+
+@dataclass(eq=False, slots=True)
+class Fill:
+    """Who fills a block: the ranks that have arrived and those on their way, and who waits.
+
+    waiters: called under the lock when a rank has ended, whichever way.
+    """
+
+    arrived: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+
+    def wake(self) -> None:
+        """Tell those who wait to look again."""
+        waiters, self.waiters = self.waiters, []
+        for wake in waiters:
+            wake()
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened on this shelf since it was opened, in blocks."""
+
+    evicted: int = 0
+    forgotten: int = 0
+    corrupt: int = 0
+    lookups: int = 0
+    hits: int = 0
+
+
+class Shelf:
+    """The blocks and the room of one tier.
+
+    name: as in statistics. spills: whether its blocks are dirty until a lower tier has them.
+    """
+
+    def __init__(self, name: str, extents: Extents, policy: str, *, spills: bool = False) -> None:
+        self.name = name
+        self.extents = extents
+        self.spills = spills
+        self.index = Index()
+        self.counts = Counts()
+        self.claims: deque[Claim] = deque()
+        self.fills: dict[Block, Fill] = {}
+        self._policy_name = policy
+        self._policies: dict[int, Policy] = {}
+        self._spaces: dict[str, Space] = {}
+        self._residents: dict[int, set[Block]] = {}
+        self._tick = 0
+        self._serving = False
+        self.states = dict.fromkeys(State, 0)
+        self.pinned_bytes = 0
+        self.dirty_bytes = 0
+        self.used_bytes = 0
+
+    # -- looking up and pinning -------------------------------------------------------------
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Count a hit on a prefix, head first."""
+        self._tick += 1
+        by_size: dict[int, list[Block]] = {}
+        if not blocks:
+            return
+        size = blocks[0].space.slot_bytes
+        if all(block.space.slot_bytes == size for block in blocks):
+            by_size[size] = list(blocks)
+        else:
+            for block in blocks:
+                by_size.setdefault(block.space.slot_bytes, []).append(block)
+        for size, part in by_size.items():
+            self._policy(size).hit(part, self._tick)
+
+    def pin(self, blocks: Iterable[Block]) -> None:
+        """Hold blocks: not evicted, their bytes not reused, until unpinned as often."""
+        for block in blocks:
+            if not block.pins:
+                self.pinned_bytes += block.space.block_bytes
+            block.pins += 1
+
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        """Let go of blocks; room that becomes free goes to those who wait for it."""
+        for block in blocks:
+            assert block.pins > 0, block
+            block.pins -= 1
+            if not block.pins:
+                self.pinned_bytes -= block.space.block_bytes
+                if block.state is State.DOOMED:
+                    self._step(block, Step.RELEASE)
+                    self._free(block)
+                else:
+                    self._offer(block)
+        self.serve()
+
+    # -- room -------------------------------------------------------------------------------
+
+    def reserve(self, space: Space, links: Sequence[Link], keep: Iterable[bytes] = ()) -> list[Block] | None:
+        """Room for blocks that are absent here, or None and no change.
+
+        keep: names that may not go for it. What comes back is FILLING and pinned once, for the
+        transfer that fills it (R2).
+        """
+        if not links:
+            return []
+        keys = [key for key, _ in links]
+        policy = self._policy(space.slot_bytes)
+        plan = Plan(self.extents, self._residents, {*keys, *keep})
+        if not plan.make_room(space, len(links), self._policy):
+            return None
+        policy.miss(keys)
+        for victim in plan.chosen:
+            self._evict(victim)
+        slots = self.extents.take(space.slot_bytes, len(links) * space.shards)
+        assert slots is not None, "the plan freed less than it promised"
+        self._spaces[space.name] = space
+        blocks = []
+        for number, (key, parent) in enumerate(links):
+            block = self.index.node(key, parent, space)
+            block.space = space
+            self._step(block, Step.RESERVE)
+            own = slots[number * space.shards : (number + 1) * space.shards]
+            block.slots = own[0] if space.shards == 1 else tuple(own)
+            for extent in {extent_of(slot) for slot in own}:
+                self._residents.setdefault(extent, set()).add(block)
+            blocks.append(block)
+        nbytes = len(blocks) * space.block_bytes
+        space.used += nbytes
+        self.used_bytes += nbytes
+        self.pin(blocks)
+        return blocks
+
+    def fits(self, space: Space, count: int) -> bool:
+        """Whether so many blocks could ever be held at once."""
+        capacity = self.extents.total * self.extents.extent_bytes
+        if space.quota is not None and count * space.block_bytes > space.quota:
+            return False
+        run = self.extents.run_of(space.slot_bytes)
+        per = self.extents.per_extent(space.slot_bytes)
+        needed = -(-count * space.shards // per) * run
+        return needed * self.extents.extent_bytes <= capacity
+
+    def ask(self, claim: Claim) -> None:
+        """Join the queue; served at once if it is empty and the room is there."""
+        self.claims.append(claim)
+        self.serve()
+
+    def withdraw(self, claim: Claim) -> bool:
+        """Leave the queue. False if the claim has ended already."""
+        try:
+            self.claims.remove(claim)
+        except ValueError:
+            return False
+        self.serve()
+        return True
+
+    def serve(self) -> None:
+        """Give room to the head of the queue, and to the next, as long as it suffices."""
+        if self._serving:
+            return  # an attempt that frees something does not overtake itself
+        self._serving = True
+        try:
+            while self.claims and self.claims[0].attempt():
+                self.claims.popleft()
+        finally:
+            self._serving = False
+
+    def fail_claims(self, error: KVTideError) -> None:
+        """Everyone who waits for room is told that none will come."""
+        while self.claims:
+            self.claims.popleft().give_up(error)
+
+    def no_room(self, what: str) -> NoRoom:
+        """The error for a reservation that ends without room."""
+        return NoRoom(what, leased=self.pinned_bytes, dirty=self.dirty_bytes)
+
+    # -- a block's life ---------------------------------------------------------------------
+
+    def publish(self, block: Block, *, clean: bool = False) -> None:
+        """All its bytes are here: it is a hit from now on, unless it was forgotten meanwhile.
+
+        clean: a lower tier has it already.
+        """
+        self.fills.pop(block, None)
+        if block.state is State.DOOMED:
+            return
+        dirty = self.spills and not clean
+        self._step(block, Step.PUBLISH_DIRTY if dirty else Step.PUBLISH_CLEAN)
+        self._tick += 1
+        self._policy(block.space.slot_bytes).admit(block, self._tick)
+        # What was reserved below may have come sooner; it is offered when it is a leaf.
+        self._offer(block)
+
+    def abort(self, block: Block) -> None:
+        """Its bytes will not come: free the room unless somebody still copies into it."""
+        if block.state is State.DOOMED:
+            return
+        if block.pins > 1:
+            self.forget(block)
+            return
+        self._step(block, Step.ABORT)
+        self._depart(block)
+
+    def pause(self, block: Block) -> None:
+        """Some ranks have arrived, none is on its way."""
+        if block.state is State.FILLING:
+            self._step(block, Step.PAUSE)
+
+    def resume(self, block: Block) -> None:
+        """Another rank's bytes are on their way."""
+        if block.state is State.PARTIAL:
+            self._step(block, Step.RESUME)
+
+    def spilling(self, block: Block) -> None:
+        """A lower tier is being given the block."""
+        self._step(block, Step.SPILL)
+
+    def spilled(self, block: Block, *, ok: bool) -> None:
+        """A lower tier has it, or could not take it."""
+        if block.state is State.DOOMED:
+            return
+        self._step(block, Step.SPILLED if ok else Step.SPILL_FAILED)
+        self._offer(block)
+
+    def clean(self) -> list[Block]:
+        """No lower tier will take anything any more: nothing is dirty from now on."""
+        self.spills = False
+        dirty = [b for b in self.index.nodes.values() if b.state is State.DIRTY]
+        for block in dirty:
+            self._step(block, Step.SPILLED)
+            self._offer(block)
+        self.serve()
+        return dirty
+
+    def forget(self, block: Block, *, corrupt: bool = False) -> bool:
+        """Take a block's name away (clear, corruption). Its bytes stay while it is pinned.
+
+        Its descendants are unreachable and go first. True if the room is free at once.
+        """
+        self.counts.forgotten += 1
+        self.counts.corrupt += corrupt
+        for below in self.index.below(block):
+            if below.state in HELD:
+                self._policy(below.space.slot_bytes).demote(below)
+        if block.pins:
+            self._step(block, Step.DOOM)
+            self._policy(block.space.slot_bytes).leave(block, evicted=False)
+            stays = self.index.forget(block)
+            if stays is not None:
+                self._offer(stays)
+            return False
+        self._step(block, Step.DROP)
+        self._policy(block.space.slot_bytes).leave(block, evicted=False)
+        self._depart(block)
+        self.serve()
+        return True
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _policy(self, size: int) -> Policy:
+        found = self._policies.get(size)
+        if found is None:
+            found = self._policies[size] = make_policy(self._policy_name)
+        return found
+
+    def _step(self, block: Block, step: Step) -> None:
+        before = block.state
+        block.step(step)
+        self.states[before] -= 1
+        self.states[block.state] += 1
+        dirty = (State.DIRTY, State.SPILLING)
+        self.dirty_bytes += block.space.block_bytes * ((block.state in dirty) - (before in dirty))
+
+    def _offer(self, block: Block) -> None:
+        """Tell the policy of a block that may go now."""
+        if block.child is None and not block.pins and block.state in EVICTABLE:
+            self._policy(block.space.slot_bytes).offer(block)
+
+    def _free(self, block: Block) -> None:
+        self.fills.pop(block, None)
+        for slot in block.all_slots():
+            residents = self._residents.get(extent_of(slot))
+            if residents is not None:
+                residents.discard(block)
+            self.extents.give(slot)
+        block.slots = None
+        block.space.used -= block.space.block_bytes
+        self.used_bytes -= block.space.block_bytes
+
+    def _depart(self, block: Block) -> None:
+        """The room of a block that has become absent is free, and so may be its parent."""
+        if block.pins:
+            block.pins = 0
+            self.pinned_bytes -= block.space.block_bytes
+        self._free(block)
+        stays = self.index.prune(block)
+        if stays is not None:
+            self._offer(stays)
+
+    def _evict(self, block: Block) -> None:
+        self._step(block, Step.EVICT)
+        self._policy(block.space.slot_bytes).leave(block, evicted=True)
+        self.counts.evicted += 1
+        self._depart(block)

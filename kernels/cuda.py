@@ -1,0 +1,286 @@
+"""The CUDA device: guard, bounded pools, submission. Loads the driver's bindings, torch at first copy."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Literal
+
+from kvtide.kernels import pinned
+from kvtide.kernels.chunks import PITCH, pieces
+from kvtide.kernels.device import DeviceError, Direction, Event, Job, Stream
+from kvtide.kernels.enqueue import chunks_of, packed, plain
+from kvtide.kernels.foreign import Relays, stream_handle
+from kvtide.kernels.lane import Copier, Lane
+from kvtide.kernels.pool import Pool
+from kvtide.kernels.runtime import FATAL, check, cudadrv, cudart, device_count, error_of
+
+Path = Literal["packed", "plain"]
+
+LANES_A_JOB = 2
+PATIENCE = 30.0
+"""Seconds that `submit` waits for a lane or events before it fails with `PoolExhausted`."""
+
+
+class CudaDevice:
+    """One GPU.
+
+    `max_streams` copy streams, half for stores, half for loads, and `staging_bytes` of device
+    memory divided among them, both taken only as far as they are used. `max_events` bounds the
+    events of jobs, and as many again those of `record`: were they one pool, jobs that wait in a
+    queue with their recorded event could starve the job that is being submitted. `path`: "packed"
+    through staging by Triton kernels, "plain" plane by plane; by default packed where triton is.
+
+    Raises `DeviceError` if the machine has no such device.
+    """
+
+    kind = "cuda"
+
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        staging_bytes: int = 512 << 20,
+        max_streams: int = 16,
+        max_events: int = 4096,
+        path: Path | None = None,
+    ) -> None:
+        if index not in range(count := device_count()):
+            raise DeviceError("cudaGetDeviceCount", 101, f"there is no cuda:{index} among {count}")
+        if max_streams < 2 * LANES_A_JOB:
+            raise ValueError(f"max_streams is at least {2 * LANES_A_JOB}, not {max_streams}")
+        self.index = index
+        half = max_streams // 2
+        self.staging = staging_bytes // (2 * half) // PITCH * PITCH
+        if self.staging < PITCH:
+            raise ValueError(f"staging of {staging_bytes} bytes is too small for {max_streams} streams")
+        found = importlib.util.find_spec("triton") and importlib.util.find_spec("torch")
+        self.path: Path = path or ("packed" if found else "plain")
+        self._copier = Copier()
+        self._lane_list: list[Lane] = []
+        self._lanes = {
+            direction: Pool(
+                f"cuda:{index} lanes, {direction.value}",
+                functools.partial(self._make_lane, direction is Direction.LOAD),
+                self._end_lane,
+                half,
+            )
+            for direction in Direction
+        }
+        self._events = Pool(f"cuda:{index} events", self._make_event, self._end_event, max_events)
+        self._marks = Pool(f"cuda:{index} marks", self._make_event, self._end_event, max_events)
+        self._relays = Relays(index, self._marks)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        runtime = cudart()
+        before = int(check("cudaGetDevice", runtime.cudaGetDevice()))
+        context = None
+        if before != self.index:
+            # Setting a device creates its context, about 0.5 GB: never to restore one that was not.
+            code, _, active = cudadrv().cuDevicePrimaryCtxGetState(before)
+            if int(code) or not active:
+                context = check("cuCtxGetCurrent", cudadrv().cuCtxGetCurrent())
+        check("cudaSetDevice", runtime.cudaSetDevice(self.index))
+        current = int(check("cudaGetDevice", runtime.cudaGetDevice()))
+        if current != self.index:
+            raise DeviceError("cudaGetDevice", -1, f"cuda:{self.index} was set, {current} is current")
+        # While the engine captures a graph, the driver refuses allocations of other threads and breaks
+        # the capture, unless those threads say that they know what they do.
+        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        change = runtime.cudaThreadExchangeStreamCaptureMode
+        mode = check("cudaThreadExchangeStreamCaptureMode", change(relaxed))
+        try:
+            yield
+        finally:
+            change(mode)
+            if context is not None:
+                check("cuCtxSetCurrent", cudadrv().cuCtxSetCurrent(context))
+            elif before != self.index:
+                check("cudaSetDevice", runtime.cudaSetDevice(before))
+
+    def record(self, stream: Stream) -> Event:
+        """Record on a `torch.cuda.Stream` or raw handle of this device.
+
+        Raises `TypeError` for what is no stream, `ValueError` for a stream of another device,
+        `PoolExhausted`, and `DeviceError`, also for a stream under graph capture: an event of a
+        graph cannot be waited for.
+        """
+        handle = stream_handle(stream, self.index)
+        with self.guard():
+            return self._relays.mark(handle)
+
+    def observe(self, event_or_stream: Any) -> tuple[Event, Hashable]:
+        """For `kvtide.completed`: see `foreign.Relays`."""
+        with self.guard():
+            return self._relays.observe(event_or_stream)
+
+    def recycle(self, event: Event) -> None:
+        self._relays.recycle(event)
+
+    def synchronize(self, event: Event) -> None:
+        check("cudaEventSynchronize", cudart().cudaEventSynchronize(event))
+
+    def register(self, address: int, nbytes: int) -> int:
+        with self.guard():
+            return pinned.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        with self.guard():
+            pinned.unregister(address)
+
+    def submit(self, job: Job) -> CudaSubmitted:
+        """Enqueue all of a job. Waits, first come first served, for lanes and events.
+
+        If it fails half-way, it waits for what was enqueued before it raises: behind an error
+        nothing of the job moves any more. Raises `PoolExhausted`, `DeviceError`, `ValueError`.
+        """
+        if not len(job.blocks) == len(job.hosts) == len(job.device_hosts):
+            raise ValueError("a job names as many blocks as host images")
+        load = job.direction is Direction.LOAD
+        cut = pieces(job.spans, job.groups if load else (len(job.spans),), self.staging)
+        wanted = 1
+        if self.path == "packed":
+            wanted = min(LANES_A_JOB, max(1, chunks_of(job, cut, self.staging)))
+        with self.guard():
+            lanes = self._lanes[job.direction].take(wanted, timeout=PATIENCE)
+            try:
+                needed = wanted + (wanted * len(job.groups) if load else 0)
+                events = self._events.take(needed, timeout=PATIENCE)
+            except BaseException:
+                self._lanes[job.direction].give(lanes)
+                raise
+            submitted = CudaSubmitted(self, job.direction, lanes, events)
+            try:
+                self._enqueue(job, cut, submitted, load)
+            except BaseException as error:
+                submitted.drain()
+                submitted.release(failed=True)
+                if isinstance(error, RuntimeError) and not isinstance(error, DeviceError):
+                    raise self._launch_error(lanes[0], error) from error
+                raise
+            return submitted
+
+    def statistics(self) -> dict[str, int]:
+        store, load = (self._lanes[direction].statistics() for direction in Direction)
+        events, marks = self._events.statistics(), self._marks.statistics()
+        return {
+            "streams_live": store["live"] + load["live"] + self._relays.live,
+            "streams_free": store["free"] + load["free"],
+            "streams_bound": store["bound"] + load["bound"] + self._relays.bound,
+            "streams_waiting": store["waiting"] + load["waiting"],
+            "events_live": events["live"] + marks["live"],
+            "events_free": events["free"] + marks["free"],
+            "events_bound": events["bound"] + marks["bound"],
+            "staging_bytes": sum(lane.staging_live for lane in list(self._lane_list)),
+            "staging_bound": (store["bound"] + load["bound"]) * self.staging,
+        }
+
+    def close(self) -> None:
+        with self.guard():
+            for pool in (*self._lanes.values(), self._events, self._marks):
+                pool.close()
+            self._relays.close()
+
+    def _enqueue(self, job: Job, cut: Sequence[Any], submitted: CudaSubmitted, load: bool) -> None:
+        runtime = cudart()
+        lanes = submitted.lanes
+
+        def wait_after(lane: Lane) -> None:
+            if job.after is not None:
+                waited = runtime.cudaStreamWaitEvent(lane.stream, job.after, 0)
+                check("cudaStreamWaitEvent", waited)
+
+        def group_ends(group: int) -> None:
+            if load:
+                submitted.groups.append([submitted.mark(lane) for lane in lanes])
+
+        if job.blocks and self.path == "packed":
+            packed(job, cut, lanes, self.staging, self._copier, wait_after, group_ends)
+        elif job.blocks:
+            plain(job, lanes[0], self._copier, wait_after, group_ends)
+        for lane in lanes[1:]:
+            event = submitted.mark(lane)
+            check("cudaStreamWaitEvent", runtime.cudaStreamWaitEvent(lanes[0].stream, event, 0))
+        submitted.done = submitted.mark(lanes[0])
+
+    def _launch_error(self, lane: Lane, error: RuntimeError) -> DeviceError:
+        """Triton and torch raise plain RuntimeErrors; ask the driver whether the device is lost."""
+        (code,) = cudart().cudaStreamQuery(lane.stream)
+        if int(code) in FATAL:
+            return error_of("launch", int(code))
+        return DeviceError("launch", int(code), str(error))
+
+    def _make_lane(self, high: bool) -> Lane:
+        lane = Lane(self.index, self.staging, high)
+        self._lane_list.append(lane)
+        return lane
+
+    def _end_lane(self, lane: Lane) -> None:
+        self._lane_list.remove(lane)
+        lane.close()
+
+    @staticmethod
+    def _make_event() -> Event:
+        runtime = cudart()
+        flags = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
+        return check("cudaEventCreateWithFlags", runtime.cudaEventCreateWithFlags(flags))
+
+    @staticmethod
+    def _end_event(event: Event) -> None:
+        cudart().cudaEventDestroy(event)  # an error here means the device is lost, and the event too
+
+
+class CudaSubmitted:
+    """A job in flight: its lanes, its events, and the events at the ends of groups."""
+
+    done: Event
+
+    def __init__(
+        self, device: CudaDevice, direction: Direction, lanes: list[Lane], events: list[Event]
+    ) -> None:
+        self.lanes = lanes
+        self.groups: list[list[Event]] = []
+        self._device = device
+        self._direction = direction
+        self._events = events
+        self._unused = list(events)
+        self._released = False
+        self._lock = threading.Lock()
+
+    def mark(self, lane: Lane) -> Event:
+        """Record one of the job's events on a lane."""
+        event = self._unused.pop()
+        check("cudaEventRecord", cudart().cudaEventRecord(event, lane.stream))
+        return event
+
+    def wait_on(self, stream: Stream, group: int) -> None:
+        """For a store, whatever the group, the whole job: its images are whole at the end."""
+        handle = stream_handle(stream, self._device.index)
+        with self._device.guard(), self._lock:
+            if self._released:
+                return
+            for event in self.groups[group] if self.groups else [self.done]:
+                check("cudaStreamWaitEvent", cudart().cudaStreamWaitEvent(handle, event, 0))
+
+    def drain(self) -> None:
+        """Block until nothing of a half-enqueued job runs. Errors say the same: nothing runs."""
+        for lane in self.lanes:
+            cudart().cudaStreamSynchronize(lane.stream)
+        cudart().cudaGetLastError()
+
+    def release(self, *, failed: bool = False) -> None:
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        lanes, events = self._device._lanes[self._direction], self._device._events
+        if failed:
+            lanes.discard(self.lanes)
+            events.discard(self._events)
+        else:
+            lanes.give(self.lanes)
+            events.give(self._events)

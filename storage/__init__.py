@@ -1,0 +1,1 @@
+"""Where bytes live: lent GPU pages and the tiers below them."""

@@ -1,0 +1,140 @@
+"""Attached pages as the source and target of copies: from page numbers to addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvtide.core.errors import InvalidRequest, QueueFull
+from kvtide.core.outcome import Outcome
+from kvtide.core.protocols import Mark, Stream, Ticket
+from kvtide.kernels.bridge import BridgeClosed
+from kvtide.kernels.device import DeviceError, Direction, Job, Submitted
+from kvtide.kernels.worker import QueueFull as ThreadQueueFull
+from kvtide.kernels.worker import WorkerClosed
+
+if TYPE_CHECKING:
+    from kvtide.storage.arena import Arena
+    from kvtide.storage.lanes import DeviceLanes
+    from kvtide.storage.paged import PagedKV
+
+
+class PagesEndpoint:
+    """One attached `PagedKV` on its device."""
+
+    def __init__(self, arena: Arena, paged: PagedKV, lanes: DeviceLanes) -> None:
+        self._arena = arena
+        self._paged = paged
+        self._lanes = lanes
+        self._spans = paged.spans
+
+    def record(self, after: Stream) -> Mark:
+        """Record an event on the engine's stream. Raises `DeviceUnavailable`, `InvalidRequest`."""
+        self._lanes.check()
+        try:
+            with self._lanes.device.guard():
+                return self._lanes.device.record(after)
+        except DeviceError as error:
+            raise self._lanes.explain(error, began=False) from error
+        except TypeError as error:
+            raise InvalidRequest(str(error)) from error
+
+    def forget(self, mark: Mark) -> None:
+        """A mark that no copy will use."""
+        self._lanes.device.recycle(mark)
+
+    def store(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        mark: Mark,
+        submitted: Callable[[Ticket], None],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Pages to host slots; see `core.protocols.Endpoint`."""
+        self._copy(Direction.STORE, blocks, slots, mark, submitted, done)
+
+    def load(
+        self,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        mark: Mark,
+        submitted: Callable[[Ticket], None],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        """Host slots to pages; see `core.protocols.Endpoint`."""
+        self._copy(Direction.LOAD, blocks, slots, mark, submitted, done)
+
+    def _copy(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        mark: Mark,
+        submitted: Callable[[Ticket], None],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        lanes, arena = self._lanes, self._arena
+        lanes.check()
+        job = Job(
+            direction=direction,
+            spans=self._spans,
+            blocks=blocks,
+            hosts=[arena.address(slot) for slot in slots],
+            device_hosts=[arena.device_address(slot) for slot in slots],
+            groups=(len(self._spans),),
+            after=mark,
+        )
+        began = False
+
+        def submit() -> None:
+            nonlocal began
+            began = True
+            accepted = lanes.device.submit(job)
+            lanes.device.recycle(mark)
+            submitted(_Ticket(lanes, accepted))
+            key = getattr(accepted, "key", None)
+            try:
+                lanes.bridge.call_when(accepted.done, lambda error: ended(accepted, error), key)
+            except BridgeClosed as error:
+                lanes.device.synchronize(accepted.done)
+                ended(accepted, error)
+
+        def ended(accepted: Submitted, error: BaseException | None) -> None:
+            accepted.release(failed=error is not None)
+            done(None if error is None else lanes.explain(error, began=True))
+
+        def refused(error: BaseException) -> None:
+            lanes.device.recycle(mark)
+            done(lanes.explain(error, began=began))
+
+        try:
+            lanes.thread.submit(submit, refused)
+        except (ThreadQueueFull, WorkerClosed) as error:
+            raise QueueFull(f"{lanes.name} takes no more copies now: {error}") from error
+
+
+class _Ticket:
+    """A submitted copy, as something that streams can wait for."""
+
+    def __init__(self, lanes: DeviceLanes, accepted: Submitted) -> None:
+        self._lanes = lanes
+        self._accepted = accepted
+
+    def wait_on(self, stream: Stream, layer: int) -> Outcome[None]:
+        """Enqueue the wait on the device's thread, since a full stream blocks who enqueues."""
+        del layer  # one group holds all layers
+        enqueued: Outcome[None] = Outcome()
+
+        def wait() -> None:
+            self._accepted.wait_on(stream, 0)
+            enqueued.set(None)
+
+        def failed(error: BaseException) -> None:
+            enqueued.fail(self._lanes.explain(error, began=True))
+
+        try:
+            self._lanes.thread.submit(wait, failed)
+        except (ThreadQueueFull, WorkerClosed) as error:
+            enqueued.fail(QueueFull(f"{self._lanes.name} takes no more work now: {error}"))
+        return enqueued

@@ -1,0 +1,171 @@
+"""The engine's paged KV memory, described as planes.
+
+A plane is one run of bytes a block: base address, block stride, bytes a block, layer. Nothing is
+inferred from a tensor's shape but which dimension counts blocks, and the caller says that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtide.core.errors import GeometryMismatch
+from kvtide.kernels.device import Span
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Bytes of one layer's part: block `i` is `nbytes` at `base + i * stride`."""
+
+    base: int
+    stride: int
+    nbytes: int
+    layer: int
+
+
+class PagedKV:
+    """Pages on one device. The memory is the engine's; `owners` keep it alive while copies run.
+
+    planes_at: addresses and strides, in the image's order: layer by layer.
+    blocks: pages of every plane. device: (`"cpu"` or `"cuda"`, ordinal).
+    block_tokens: tokens a page, if the engine says so; checked against the setting at attach.
+    """
+
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        *,
+        blocks: int,
+        dtype: str,
+        device: tuple[str, int],
+        block_tokens: int | None = None,
+        owners: Sequence[Any] = (),
+    ) -> None:
+        if not planes:
+            raise GeometryMismatch("pages need at least one plane")
+        if blocks < 1:
+            raise GeometryMismatch("pages need at least one block")
+        for plane in planes:
+            if plane.nbytes < 1 or plane.base < 1 or plane.layer < 0:
+                raise GeometryMismatch(f"{plane} has no address, no bytes or no layer")
+            if blocks > 1 and plane.stride < plane.nbytes:
+                raise GeometryMismatch(
+                    f"blocks of a plane overlap: stride {plane.stride} < {plane.nbytes} bytes; is "
+                    "block_dim the dimension that counts blocks, and is the tensor not expanded?"
+                )
+        if device[1] not in range(1 << 15):
+            raise GeometryMismatch(f"no device can have the ordinal {device[1]}")
+        self.planes_at = tuple(sorted(planes, key=lambda plane: plane.layer))
+        self.blocks = blocks
+        self.dtype = dtype
+        self.device = device
+        self.block_tokens = block_tokens
+        self.owners = tuple(owners)
+        _refuse_overlap(self.planes_at, blocks)
+
+    @property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """(bytes a block, layer) of each plane, in the image's order."""
+        return tuple((plane.nbytes, plane.layer) for plane in self.planes_at)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The planes as kernels see them."""
+        return tuple(Span(plane.base, plane.stride, plane.nbytes) for plane in self.planes_at)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]],
+        *,
+        block_dim: int = 0,
+        layers: Sequence[int] | None = None,
+        block_tokens: int | None = None,
+    ) -> PagedKV:
+        """Describe tensors of any shape `[..., blocks, ...]`, a tensor or a tuple of them a layer.
+
+        block_dim: the dimension that counts blocks. Each index of the dimensions before it is a
+        plane of its own (`[2, blocks, ...]` with `block_dim=1` is K and V apart; a transformers
+        layer `[1, heads, blocks, tokens, dim]` with `block_dim=2` is a plane a head). The
+        dimensions behind it are opaque and must be dense; the block stride may be padded.
+        layers: the layer of each entry, by default its position. block_tokens: tokens a page, to
+        be checked against the cache's. Raises `GeometryMismatch`.
+        """
+        entries = [(t,) if hasattr(t, "data_ptr") else tuple(t) for t in tensors]
+        flat = [tensor for entry in entries for tensor in entry]
+        if not flat:
+            raise GeometryMismatch("pass at least one tensor")
+        numbers = list(range(len(entries))) if layers is None else list(layers)
+        if len(numbers) != len(entries):
+            raise GeometryMismatch(f"{len(entries)} entries and {len(numbers)} layers")
+        first = flat[0]
+        for tensor in flat:
+            if not hasattr(tensor, "data_ptr"):
+                raise GeometryMismatch(f"expected tensors, got {type(tensor).__name__}")
+            if tensor.device != first.device or tensor.dtype != first.dtype:
+                raise GeometryMismatch(
+                    f"all tensors must agree: {tensor.dtype} on {tensor.device} is not "
+                    f"{first.dtype} on {first.device}"
+                )
+            if not 0 <= block_dim < tensor.dim():
+                raise GeometryMismatch(f"block_dim {block_dim} is no dimension of {tuple(tensor.shape)}")
+            if tensor.shape[block_dim] != first.shape[block_dim]:
+                raise GeometryMismatch("the tensors differ in their number of blocks")
+        kind = first.device.type
+        if kind not in ("cpu", "cuda"):
+            raise GeometryMismatch(f"pages on {kind!r} are not supported: use cpu or cuda tensors")
+        planes = [
+            plane
+            for layer, entry in zip(numbers, entries, strict=True)
+            for tensor in entry
+            for plane in _planes(tensor, block_dim, layer)
+        ]
+        return cls(
+            planes,
+            blocks=first.shape[block_dim],
+            dtype=str(first.dtype).removeprefix("torch."),
+            device=(kind, first.device.index or 0),
+            block_tokens=block_tokens,
+            owners=flat,
+        )
+
+
+def _planes(tensor: torch.Tensor, block_dim: int, layer: int) -> list[Plane]:
+    shape, strides, item = tensor.shape, tensor.stride(), tensor.element_size()
+    dense = 1
+    for dim in range(tensor.dim() - 1, block_dim, -1):
+        if shape[dim] != 1 and strides[dim] != dense:
+            raise GeometryMismatch(
+                f"dimension {dim} of {tuple(shape)} is not dense inside a block (stride "
+                f"{strides[dim]}, expected {dense}): describe its parts as planes of their own"
+            )
+        dense *= shape[dim]
+    outer = itertools.product(*(range(shape[dim]) for dim in range(block_dim)))
+    return [
+        Plane(
+            tensor.data_ptr() + item * sum(i * s for i, s in zip(index, strides, strict=False)),
+            strides[block_dim] * item,
+            dense * item,
+            layer,
+        )
+        for index in outer
+    ]
+
+
+def _refuse_overlap(planes: Sequence[Plane], blocks: int) -> None:
+    """Two planes may interleave, never share bytes: a load of one would overwrite the other."""
+    by_start = sorted(planes, key=lambda plane: plane.base)
+    for low, high in itertools.pairwise(by_start):
+        reach = low.base + (blocks - 1) * low.stride + low.nbytes
+        if high.base >= reach:
+            continue
+        # Interleaved planes: compare where they begin within one common stride.
+        gap = (high.base - low.base) % low.stride if low.stride else 0
+        apart = low.nbytes <= gap <= low.stride - high.nbytes
+        if low.stride != high.stride or not apart:
+            raise GeometryMismatch(f"two planes share memory: {low} and {high}")
