@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvtide {kvtide.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == asked:
             loaded = importlib.import_module(module)
             loaded.add_arguments(command)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -126,31 +127,40 @@ async def _demo(reading: _Reading, args: argparse.Namespace) -> tuple[list[Row],
 
 
 async def _story(bench: Bench, reading: _Reading, args: argparse.Namespace) -> list[Row]:
-    from rich.console import Console
-    from rich.live import Live
-
-    # With --json, stdout is for the object alone.
-    console = Console(quiet=args.json)
     tokenizer = reading.subject.tokenizer
-    console.print(
-        f"{reading.subject.name} on {device_name(reading.subject.device)}; "
-        f"a document of {len(reading.document):,} tokens"
-    )
-    await bench.warm_up(reading.document)
     rows: list[Row] = []
     conversation = reading.document
-    # A refresh thread would take the interpreter away from what is being timed.
-    with Live(console=console, auto_refresh=False) as live:
+    with _display(reading, hidden=args.json) as show:
+        await bench.warm_up(reading.document)
         for turn in STORY:
-            live.update(table(rows, turn.title), refresh=True)
+            show(rows, turn.title)
             before = conversation if turn.follows else reading.document
             prompt = before + tokenizer.encode(question_text(turn))
             row, answer = await bench.request(turn.title, prompt)
             rows.append(row)
             conversation = prompt + answer
-        live.update(table(rows), refresh=True)
-    console.print()
+        show(rows, None)
     return rows
+
+
+@contextlib.contextmanager
+def _display(reading: _Reading, *, hidden: bool) -> Iterator[Callable[[list[Row], str | None], None]]:
+    """What shows the rows so far and the name of the request under way."""
+    if hidden:
+        yield lambda rows, running: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    subject = reading.subject
+    console.print(
+        f"{subject.name} on {device_name(subject.device)}; a document of {len(reading.document):,} tokens\n"
+    )
+    # A refresh thread would take the interpreter away from what is being timed.
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda rows, running: live.update(table(rows, running), refresh=True)
+    console.print()
 
 
 def _settings(reading: _Reading, new_tokens: int) -> kvtide.Settings:

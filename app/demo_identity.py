@@ -29,13 +29,18 @@ class _Copy:
 
 
 class StoredCopies:
-    """What was handed to the cache, kept aside bit by bit, to be compared with what comes back."""
+    """What was handed to the cache, kept aside bit by bit, to be compared with what comes back.
 
-    def __init__(self) -> None:
+    A block that is held is not stored again, so its bytes are those of the first copy that has it:
+    the same tokens computed once more, by another run, differ in their last bits.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._copies: list[_Copy] = []
 
     def keep(self, tokens: list[int], start: int, end: int, past: DynamicCache) -> None:
-        """Keep the KV of tokens `[start, end)`, `end` being what full blocks cover."""
+        """Keep the KV of the full blocks of tokens `[start, end)`."""
         if start < end:
             layers = [
                 (layer.keys[:, :, start:end].clone(), layer.values[:, :, start:end].clone())
@@ -50,10 +55,13 @@ class StoredCopies:
         """
         at = 0
         while at < end:
-            copy = next((copy for copy in self._copies if _holds(copy, tokens, at)), None)
+            copy, to = next(
+                ((copy, to) for copy in self._copies if (to := self._reach(copy, tokens, at)) > at),
+                (None, at),
+            )
             if copy is None:
                 return False
-            to = min(_common(copy.tokens, tokens), copy.end, end)
+            to = min(to, end)
             for (keys, values), (stored_keys, stored_values) in zip(loaded, copy.layers, strict=True):
                 for ours, theirs in ((keys, stored_keys), (values, stored_values)):
                     kept = theirs[:, :, at - copy.start : to - copy.start]
@@ -61,6 +69,12 @@ class StoredCopies:
                         return False
             at = to
         return True
+
+    def _reach(self, copy: _Copy, tokens: list[int], at: int) -> int:
+        """Up to where this copy has the blocks of `tokens` from `at` on; 0 if it has not even one."""
+        if not copy.start <= at < copy.end:
+            return 0
+        return _common(copy.tokens, tokens) // self._block_tokens * self._block_tokens
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -71,11 +85,6 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def spread(runs: Sequence[torch.Tensor]) -> float:
     """The largest distance between any two runs' logits."""
     return max(distance(one, other) for one, other in combinations(runs, 2))
-
-
-def _holds(copy: _Copy, tokens: list[int], at: int) -> bool:
-    """Whether this copy has the token at `at`, behind the same tokens."""
-    return copy.start <= at < copy.end and _common(copy.tokens, tokens) > at
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -79,7 +79,7 @@ class Bench:
         self._prefixes = prefixes
         self._block_tokens = block_tokens
         self._new_tokens = new_tokens
-        self._copies = StoredCopies()
+        self._copies = StoredCopies(block_tokens)
         self._thread = ThreadPoolExecutor(1, "kvtide-demo-model")
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ def table(rows: Sequence[Row], running: str | None = None) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        show_edge=False,
         collapse_padding=True,
     )
     view.add_column("request", no_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -59,9 +59,9 @@ async def readyz(cache: Cache) -> Ready | Response:
 
 
 @router.get("/v1/stats", summary="What every part counts", responses=declared(421, 500, 503))
-async def stats(cache: Cache) -> dict[str, Any]:
+async def stats(cache: Cache) -> kvtide.CacheStatistics:
     """Capacity, use, hits and what is in flight. Sizes in bytes, times in seconds."""
-    return dataclasses.asdict(cache.statistics())
+    return cache.statistics()
 
 
 @router.post(

@@ -218,7 +218,8 @@ class PrefixCache:
         from kvtide import PagedKV
 
         def blocks(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:, :, start:end].unflatten(2, (-1, self._block_tokens))
+            _, heads, _, dim = tensor.shape
+            return tensor[:, :, start:end].view(1, heads, -1, self._block_tokens, dim)
 
         paged = PagedKV.from_tensors(
             [(blocks(keys), blocks(values)) for keys, values in tensors], block_dim=2
@@ -262,16 +263,16 @@ class PrefixCache:
 
 def prompt_tokens(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
     """The ids of one prompt as a list. Raises `InvalidRequest`."""
-    if hasattr(input_ids, "dim"):
-        if input_ids.dtype.is_floating_point or input_ids.dtype.is_complex:
-            raise InvalidRequest(f"token ids must be integers, not {input_ids.dtype}")
-        if input_ids.dim() == 2 and input_ids.shape[0] != 1:
-            raise InvalidRequest(f"kvtide takes one sequence at a time, not a batch of {input_ids.shape[0]}")
-        if input_ids.dim() not in (1, 2):
-            raise InvalidRequest(f"token ids must be [tokens] or [1, tokens], not {tuple(input_ids.shape)}")
-        ids: list[int] = input_ids.flatten().tolist()
-    else:
+    if isinstance(input_ids, Sequence):
         ids = list(input_ids)
+    elif input_ids.dtype.is_floating_point or input_ids.dtype.is_complex:
+        raise InvalidRequest(f"token ids must be integers, not {input_ids.dtype}")
+    elif input_ids.dim() == 2 and input_ids.shape[0] != 1:
+        raise InvalidRequest(f"kvtide takes one sequence at a time, not a batch of {input_ids.shape[0]}")
+    elif input_ids.dim() not in (1, 2):
+        raise InvalidRequest(f"token ids must be [tokens] or [1, tokens], not {tuple(input_ids.shape)}")
+    else:
+        ids = input_ids.flatten().tolist()
     if not ids:
         raise InvalidRequest("an empty prompt has nothing to match or store")
     return ids

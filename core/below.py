@@ -121,24 +121,38 @@ class Below:
         def attempt() -> bool:
             node = self.shelf.index.nodes.get(block.key)
             if node is not None and node.state is not State.ABSENT:
-                return room.set(None) or True
+                room.set(None)
+                return True
             reserved = self.shelf.reserve(space, [(block.key, parent)])
             if reserved is None:
                 return False
-            return room.set(reserved[0]) or True
+            room.set(reserved[0])
+            return True
 
-        claim = Claim(attempt, lambda error: room.fail(error) and None)
+        def give_up(error: KVTideError) -> None:
+            room.fail(error)
+
+        claim = Claim(attempt, give_up)
         with self._cache.lock:
             self.shelf.ask(claim)
         try:
             async with asyncio.timeout(self._cache.settings.deadline):
                 return await room
         except TimeoutError:
+            self._leave(claim, room)
             raise self.shelf.no_room("no room below for a spill") from None
-        finally:
-            with self._cache.lock:
-                if not self.shelf.withdraw(claim) and not room.over:
-                    raise AssertionError("a claim ended without an outcome")
+        except asyncio.CancelledError:
+            self._leave(claim, room)
+            raise
+
+    def _leave(self, claim: Claim, room: Outcome[Block | None]) -> None:
+        """Stop waiting for room, and give back what came too late to be seen."""
+        with self._cache.lock:
+            if not self.shelf.withdraw(claim) and room.error is None:
+                late = room.result()
+                if late is not None:
+                    self.shelf.abort(late)
+                    self.shelf.serve()
 
     # -- promoting ----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtide.core.below import Below, Failed
@@ -25,6 +26,7 @@ from kvtide.core.extents import Extents, slot_bytes
 from kvtide.core.gate import Gate
 from kvtide.core.hits import Held, Hit
 from kvtide.core.index import Block, Space
+from kvtide.core.outcome import Outcome
 from kvtide.core.pages import Pages
 from kvtide.core.protocols import Component, HostMemory, Tier
 from kvtide.core.settings import Settings
@@ -56,6 +58,8 @@ class Cache:
         self.settings = settings
         self.lock = threading.RLock()
         self.host = Shelf("host", Extents(settings.extent_bytes), settings.policy, spills=lower is not None)
+        self.host.planned_extents = settings.host_bytes // settings.extent_bytes
+        self.host_failure: KVTideError | None = None
         self.gate = Gate(settings.max_inflight_bytes, COPIES_AT_ONCE)
         self.ledger: set[Transfer[Any]] = set()
         self.namespaces: dict[str, Namespace] = {}
@@ -75,9 +79,8 @@ class Cache:
         self._pages: set[Pages] = set()
         self._loop: asyncio.AbstractEventLoop
         self._state = "new"
-        self._arena_failure: str | None = None
         self._since = time.time()
-        self._idle: Callable[[], None] | None = None
+        self._closing: asyncio.Future[Closed] | None = None
 
     # -- birth and end ------------------------------------------------------------------------
 
@@ -91,41 +94,47 @@ class Cache:
         self._memory.start(self._extent_ready, self._extent_failed)
 
     async def close(self, deadline: float = 5.0) -> Closed:
-        """End in `deadline` seconds, always (R15). What waits gets `CacheClosed`; what copies is
-        awaited; what is stuck keeps its memory and is named. Idempotent."""
-        if self._state == "closed":
-            return Closed(())
-        self._state = "closing"
+        """End in `deadline` seconds, always (R15).
+
+        What waits gets `CacheClosed`; what copies is awaited; what is stuck keeps its memory and
+        is named in the result. A second call gets the first one's result.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(deadline))
+        return await asyncio.shield(self._closing)
+
+    async def _close(self, deadline: float) -> Closed:
         end = time.monotonic() + deadline
+
+        def left() -> float:
+            return max(0.1, end - time.monotonic())
+
         with self.lock:
-            live = list(self.ledger)
-        for transfer in live:
-            transfer.shut()
-        with self.lock:
-            copying = [transfer.settled for transfer in self.ledger]
-        stuck: list[str] = []
+            self._state, self._since = "closing", time.time()
+            for transfer in list(self.ledger):
+                transfer.shut()
+            copying = list(self.ledger)
         try:
-            async with asyncio.timeout(max(0.0, end - time.monotonic())):
-                for settled in copying:
-                    await settled
+            async with asyncio.timeout(left()):
+                for transfer in copying:
+                    await transfer.settled
         except TimeoutError:
-            stuck += [f"{type(t).__name__.lower()} of {t.nbytes} bytes" for t in list(self.ledger)]
+            pass  # named below
+        stuck = [f"{type(t).__name__.lower()} of {t.nbytes} bytes" for t in self.ledger]
         with self.lock:
             error = CacheClosed("the cache was closed")
             self.host.fail_claims(error)
             if self._below is not None:
                 self._below.shelf.fail_claims(error)
-        stuck += await self.tasks.close(max(0.1, end - time.monotonic()))
+        stuck += await self.tasks.close(left())
         if self._below is not None:
             try:
-                async with asyncio.timeout(max(0.1, end - time.monotonic())):
+                async with asyncio.timeout(left()):
                     await self._below.tier.close()
             except (TimeoutError, TierFailed):
                 stuck.append(f"tier {self._below.tier.name}")
-        keep = bool(stuck)
-        remaining = max(0.1, end - time.monotonic())
-        stuck += await asyncio.to_thread(self._memory.close, remaining, keep=keep)
-        self._state = "closed"
+        stuck += await _on_thread(partial(self._memory.close, left(), keep=bool(stuck)))
+        self._state, self._since = "closed", time.time()
         return Closed(tuple(stuck))
 
     def check_open(self) -> None:
@@ -140,8 +149,9 @@ class Cache:
 
     def _extent_failed(self, error: BaseException) -> None:
         with self.lock:
-            self._arena_failure = f"{type(error).__name__}: {error}"
             failure = error if isinstance(error, KVTideError) else TierFailed(str(error))
+            self.host_failure = failure
+            self.host.planned_extents = 0
             self.host.fail_claims(failure)
 
     # -- for engines --------------------------------------------------------------------------
@@ -415,6 +425,20 @@ class Cache:
         upper = [block for block in blocks if block.space.tier == "host"]
         lower = [block for block in blocks if block.space.tier != "host"]
         return ((self.host, upper), (self._below.shelf, lower))
+
+
+async def _on_thread(work: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Run what blocks on a daemon thread of our own: an executor's would hold up the exit."""
+    outcome: Outcome[Sequence[str]] = Outcome()
+
+    def run() -> None:
+        try:
+            outcome.set(work())
+        except BaseException as error:  # noqa: BLE001 - it goes to the one who waits
+            outcome.fail(error)
+
+    threading.Thread(target=run, name="kvtide-close", daemon=True).start()
+    return await outcome
 
 
 def _links(chain: Sequence[bytes]) -> list[Link]:

@@ -17,8 +17,8 @@ from kvtide.core.states import HELD, State, Step, after
 class Space:
     """A namespace as a tier sees it: how large its slots are and how much it may use.
 
-    tier: name of the tier that this is about. slot_bytes: one image with its padding. shards: slots a block. quota: bytes, or None.
-    used: bytes of slots that its blocks have.
+    tier: name of the tier that this is about. slot_bytes: one image with its padding.
+    shards: slots a block. quota: bytes, or None. used: bytes of slots that its blocks have.
     """
 
     name: str

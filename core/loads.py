@@ -63,7 +63,10 @@ class Load(Transfer[Loaded]):
         return not self._missing()
 
     def _missing(self) -> list[int]:
-        """Positions that are neither in host memory nor on their way there."""
+        """Positions to promote: neither in host memory nor on their way there.
+
+        A hit may be larger than host memory: then the first that fit beside what is there.
+        """
         host = self._cache.host
         missing = []
         for at, (link, found) in enumerate(zip(self._links, self._found, strict=True)):
@@ -72,26 +75,19 @@ class Load(Transfer[Loaded]):
             block = host.index.nodes.get(link[0])
             if block is None or (block.state not in HELD and block.state is not State.FILLING):
                 missing.append(at)
-        return missing
+        room = host.capacity(self._pages.space) - (len(self._links) - len(missing))
+        return missing[: max(0, room)]
 
     def _attempt(self) -> bool:
         cache, host = self._cache, self._cache.host
         missing = self._missing()
         reserved = host.reserve(self._pages.space, [self._links[at] for at in missing], keep=self._names())
         if reserved is None:
-            if host.fits(self._pages.space, len(self._links)):
-                return False
-            error = host.no_room(f"{len(missing)} blocks can never be promoted at once")
-            self._claim = None
-            self._no_room(error, late=False)
-            return True
+            return False
         self._claim = None
-        self._pin_sources()
-        for at, block in zip(missing, reserved, strict=True):
-            self._sources[at] = block
+        for block in reserved:
             host.fills[block] = Fill(running=set(range(block.space.shards)))
-            host.pin([block])
-        self._await_fills()
+        self._pin_sources()
         if reserved:
             below = [self._found[at] for at in missing]
             cache.promote(reserved, below, self._promotion_failed)
@@ -102,7 +98,7 @@ class Load(Transfer[Loaded]):
         return [key for key, _ in self._links]
 
     def _pin_sources(self) -> None:
-        """Hold what is in host memory or on its way there."""
+        """Hold what is in host memory or on its way there, and hear of the latter."""
         for at, (link, found) in enumerate(zip(self._links, self._found, strict=True)):
             if self._cache.in_host(found):
                 block: Block | None = found
@@ -110,13 +106,11 @@ class Load(Transfer[Loaded]):
                 block = self._cache.host.index.nodes.get(link[0])
                 if block is not None and block.state not in (*HELD, State.FILLING):
                     block = None
-            if block is not None and self._sources[at] is None:
-                self._sources[at] = block
-                self._cache.host.pin([block])
-
-    def _await_fills(self) -> None:
-        for block in self._sources:
-            fill = self._cache.host.fills.get(block) if block is not None else None
+            if block is None:
+                continue
+            self._sources[at] = block
+            self._cache.host.pin([block])
+            fill = self._cache.host.fills.get(block)
             if fill is not None:
                 self._awaited += 1
                 fill.waiters.append(self._fill_ended)
@@ -124,9 +118,10 @@ class Load(Transfer[Loaded]):
     def _promotion_failed(self, block: Block, reason: str) -> None:
         self._reasons[block.key] = reason
 
-    def _fill_ended(self) -> None:
+    def _fill_ended(self) -> bool:
         self._awaited -= 1
         self._maybe_copy()
+        return True
 
     def _maybe_copy(self) -> None:
         if self._awaited:
@@ -166,7 +161,6 @@ class Load(Transfer[Loaded]):
             return
         # What lies in host memory still can be had.
         self._pin_sources()
-        self._await_fills()
         self._maybe_copy()
 
     def _end_empty(self) -> None:
@@ -180,8 +174,10 @@ class Load(Transfer[Loaded]):
     def _loaded(self) -> Loaded:
         tokens = self._pages.block_tokens
         shortfall: dict[str, int] = {}
+        default = "no_room"  # of the first: it was not even tried
         for key, _ in self._links[self._count :]:
-            reason = self._reasons.get(key, "behind")
+            reason = self._reasons.get(key, default)
+            default = "behind"
             shortfall[reason] = shortfall.get(reason, 0) + tokens
         return Loaded(tokens=self._count * tokens, shortfall=shortfall)
 

@@ -249,4 +249,4 @@ class Arc:
 
 def policy(name: str) -> Policy:
     """A fresh policy by its setting's name."""
-    return {"lru": Lru, "arc": Arc}[name]()
+    return Arc() if name == "arc" else Lru()

@@ -37,18 +37,17 @@ class Claim:
 class Fill:
     """Who fills a block: the ranks that have arrived and those on their way, and who waits.
 
-    waiters: called under the lock when a rank has ended, whichever way.
+    waiters: called under the lock whenever a rank has ended, whichever way; True ends the waiting.
     """
 
     arrived: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
-    waiters: list[Callable[[], None]] = field(default_factory=list)
+    waiters: list[Callable[[], bool]] = field(default_factory=list)
 
     def wake(self) -> None:
-        """Tell those who wait to look again."""
+        """Tell those who wait to look again; who has seen what it waited for leaves."""
         waiters, self.waiters = self.waiters, []
-        for wake in waiters:
-            wake()
+        self.waiters += [waiter for waiter in waiters if not waiter()]
 
 
 @dataclass(slots=True)
@@ -72,6 +71,7 @@ class Shelf:
         self.name = name
         self.extents = extents
         self.spills = spills
+        self.planned_extents = 0
         self.index = Index()
         self.counts = Counts()
         self.claims: deque[Claim] = deque()
@@ -162,15 +162,14 @@ class Shelf:
         self.pin(blocks)
         return blocks
 
-    def fits(self, space: Space, count: int) -> bool:
-        """Whether so many blocks could ever be held at once."""
-        capacity = self.extents.total * self.extents.extent_bytes
-        if space.quota is not None and count * space.block_bytes > space.quota:
-            return False
+    def capacity(self, space: Space) -> int:
+        """How many blocks of a namespace could ever be held at once, when all extents are here."""
         run = self.extents.run_of(space.slot_bytes)
-        per = self.extents.per_extent(space.slot_bytes)
-        needed = -(-count * space.shards // per) * run
-        return needed * self.extents.extent_bytes <= capacity
+        slots = (
+            max(self.extents.total, self.planned_extents) // run * self.extents.per_extent(space.slot_bytes)
+        )
+        blocks = slots // space.shards
+        return blocks if space.quota is None else min(blocks, space.quota // space.block_bytes)
 
     def ask(self, claim: Claim) -> None:
         """Join the queue; served at once if it is empty and the room is there."""

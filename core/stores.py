@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtide.core.errors import KVTideError
@@ -93,7 +94,7 @@ class Store(Transfer[Stored]):
                 self._dropped = len(missing)
                 self._cache.dropped_blocks += len(missing)
                 reserved, missing_ids = [], []
-            elif host.fits(self._pages.space, len(missing)):
+            elif len(missing) <= host.capacity(self._pages.space):
                 return False
             else:
                 self._impossible(len(missing))
@@ -112,7 +113,7 @@ class Store(Transfer[Stored]):
         self._already = already
         self._awaited = len(fills)
         for fill in fills:
-            fill.waiters.append(self._other_ended)
+            fill.waiters.append(partial(self._other_ended, fill))
         if self._blocks:
             self.nbytes = len(self._blocks) * self._pages.image_bytes
             self._enter_gate()
@@ -172,9 +173,12 @@ class Store(Transfer[Stored]):
         if error is None:
             self._maybe_finish()
 
-    def _other_ended(self) -> None:
+    def _other_ended(self, fill: Fill) -> bool:
+        if self._pages.rank in fill.running:
+            return False
         self._awaited -= 1
         self._maybe_finish()
+        return True
 
     def _maybe_finish(self) -> None:
         if not self._own_part_over or self._awaited or self._result.over:

@@ -53,11 +53,15 @@ class Tasks:
         return list(self._failures.values())
 
     async def close(self, deadline: float) -> list[str]:
-        """Wait for all; cancel what is left at the deadline. Returns names of what is stuck."""
+        """Wait for all; cancel what is left at the deadline.
+
+        Returns the names of those: what they had begun on other threads may go on.
+        """
         if self._live:
             await asyncio.wait(self._live, timeout=deadline)
+        stuck = [task.get_name() for task in self._live]
         for task in self._live:
             task.cancel()
         if self._live:
             await asyncio.wait(self._live, timeout=0.5)
-        return [task.get_name() for task in self._live]
+        return stuck

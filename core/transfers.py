@@ -115,6 +115,9 @@ class Transfer(ABC, Generic[T]):
             self._attempt()  # it does not queue behind those who wait for room
             return
         host = self._cache.host
+        if self._cache.host_failure is not None and not host.extents.total:
+            self._no_room(self._cache.host_failure, late=False)
+            return
         if len(host.claims) >= self._cache.settings.max_queued:
             self._no_room(QueueFull("too many transfers wait for room already"), late=False)
             return

@@ -15,6 +15,9 @@ from kvtide.kernels.device import Span
 PITCH = 512
 """Images lie in staging at multiples of this, which is what a copy engine likes best."""
 
+COPY = 64 << 10
+"""Bytes from which a copy engine's cost is its bytes, and no more its descriptor."""
+
 ROW = 4
 """int64 a row of the tile table: address in page 0, page stride, bytes, offset in the piece."""
 
@@ -63,10 +66,38 @@ def pieces(spans: tuple[Span, ...], groups: tuple[int, ...], limit: int) -> tupl
     return tuple(made)
 
 
+def coarse(
+    spans: tuple[Span, ...], groups: tuple[int, ...], least: int = COPY
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Join groups until each has `least` bytes an image: ends of the joined ones, and for each group
+    the joined one that it became part of.
+
+    A group's event then comes a little later than it could; with copies of a few KiB each it would
+    come much later, and take many times longer to submit.
+    """
+    ends: list[int] = []
+    place: list[int] = []
+    start = nbytes = 0
+    for end in groups:
+        place.append(len(ends))
+        nbytes += sum(span.nbytes for span in spans[start:end])
+        start = end
+        if nbytes >= least:
+            ends.append(end)
+            nbytes = 0
+    if nbytes:
+        if ends:  # the rest is too small for itself
+            ends[-1] = start
+            place = [min(at, len(ends) - 1) for at in place]
+        else:
+            ends.append(start)
+    return tuple(ends), tuple(place)
+
+
 def batches(count: int, pitch: int, limit: int) -> Iterator[tuple[int, int]]:
     """Ranges of blocks whose pieces fit staging, small enough that packing and copying overlap."""
     fits = limit // pitch
-    fine = max(-(-count // 4), -(-(1 << 20) // pitch))
+    fine = max(-(-count // 16), -(-(4 << 20) // pitch))
     step = max(1, min(fits, fine))
     for first in range(0, count, step):
         yield first, min(count, first + step)

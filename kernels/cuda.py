@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 from kvtide.kernels import pinned
-from kvtide.kernels.chunks import PITCH, pieces
+from kvtide.kernels.chunks import PITCH, Piece, coarse, pieces
 from kvtide.kernels.device import DeviceError, Direction, Event, Job, Stream
 from kvtide.kernels.enqueue import chunks_of, packed, plain
 from kvtide.kernels.foreign import Relays, stream_handle
@@ -111,7 +111,7 @@ class CudaDevice:
         """
         handle = stream_handle(stream, self.index)
         with self.guard():
-            return self._relays.mark(handle)
+            return self._relays.record(handle)
 
     def observe(self, event_or_stream: Any) -> tuple[Event, Hashable]:
         """For `kvtide.completed`: see `foreign.Relays`."""
@@ -122,15 +122,16 @@ class CudaDevice:
         self._relays.recycle(event)
 
     def synchronize(self, event: Event) -> None:
+        event = self._relays.recorded(event, PATIENCE)
         check("cudaEventSynchronize", cudart().cudaEventSynchronize(event))
 
     def register(self, address: int, nbytes: int) -> int:
         with self.guard():
-            return pinned.register(address, nbytes)
+            return pinned.register(self.index, address, nbytes)
 
     def unregister(self, address: int) -> None:
         with self.guard():
-            pinned.unregister(address)
+            pinned.unregister(self.index, address)
 
     def submit(self, job: Job) -> CudaSubmitted:
         """Enqueue all of a job. Waits, first come first served, for lanes and events.
@@ -141,21 +142,25 @@ class CudaDevice:
         if not len(job.blocks) == len(job.hosts) == len(job.device_hosts):
             raise ValueError("a job names as many blocks as host images")
         load = job.direction is Direction.LOAD
-        cut = pieces(job.spans, job.groups if load else (len(job.spans),), self.staging)
+        ends, place = coarse(job.spans, job.groups) if load else ((len(job.spans),), ())
+        cut = pieces(job.spans, ends, self.staging)
         wanted = 1
         if self.path == "packed":
             wanted = min(LANES_A_JOB, max(1, chunks_of(job, cut, self.staging)))
         with self.guard():
+            after = job.after
+            if after is not None:
+                after = self._relays.recorded(after, PATIENCE)
             lanes = self._lanes[job.direction].take(wanted, timeout=PATIENCE)
             try:
-                needed = wanted + (wanted * len(job.groups) if load else 0)
+                needed = wanted + (wanted * len(ends) if load else 0)
                 events = self._events.take(needed, timeout=PATIENCE)
             except BaseException:
                 self._lanes[job.direction].give(lanes)
                 raise
-            submitted = CudaSubmitted(self, job.direction, lanes, events)
+            submitted = CudaSubmitted(self, job.direction, lanes, events, place)
             try:
-                self._enqueue(job, cut, submitted, load)
+                self._enqueue(job, after, ends, cut, submitted)
             except BaseException as error:
                 submitted.drain()
                 submitted.release(failed=True)
@@ -185,23 +190,30 @@ class CudaDevice:
                 pool.close()
             self._relays.close()
 
-    def _enqueue(self, job: Job, cut: Sequence[Any], submitted: CudaSubmitted, load: bool) -> None:
+    def _enqueue(
+        self,
+        job: Job,
+        after: Event,
+        ends: tuple[int, ...],
+        cut: Sequence[Piece],
+        submitted: CudaSubmitted,
+    ) -> None:
         runtime = cudart()
         lanes = submitted.lanes
 
         def wait_after(lane: Lane) -> None:
-            if job.after is not None:
-                waited = runtime.cudaStreamWaitEvent(lane.stream, job.after, 0)
+            if after is not None:
+                waited = runtime.cudaStreamWaitEvent(lane.stream, after, 0)
                 check("cudaStreamWaitEvent", waited)
 
         def group_ends(group: int) -> None:
-            if load:
+            if job.direction is Direction.LOAD:
                 submitted.groups.append([submitted.mark(lane) for lane in lanes])
 
         if job.blocks and self.path == "packed":
             packed(job, cut, lanes, self.staging, self._copier, wait_after, group_ends)
         elif job.blocks:
-            plain(job, lanes[0], self._copier, wait_after, group_ends)
+            plain(job, ends, lanes[0], self._copier, wait_after, group_ends)
         for lane in lanes[1:]:
             event = submitted.mark(lane)
             check("cudaStreamWaitEvent", runtime.cudaStreamWaitEvent(lanes[0].stream, event, 0))
@@ -240,13 +252,19 @@ class CudaSubmitted:
     done: Event
 
     def __init__(
-        self, device: CudaDevice, direction: Direction, lanes: list[Lane], events: list[Event]
+        self,
+        device: CudaDevice,
+        direction: Direction,
+        lanes: list[Lane],
+        events: list[Event],
+        place: Sequence[int],
     ) -> None:
         self.lanes = lanes
         self.groups: list[list[Event]] = []
         self._device = device
         self._direction = direction
         self._events = events
+        self._place = place
         self._unused = list(events)
         self._released = False
         self._lock = threading.Lock()
@@ -263,7 +281,7 @@ class CudaSubmitted:
         with self._device.guard(), self._lock:
             if self._released:
                 return
-            for event in self.groups[group] if self.groups else [self.done]:
+            for event in self.groups[self._place[group]] if self.groups else [self.done]:
                 check("cudaStreamWaitEvent", cudart().cudaStreamWaitEvent(handle, event, 0))
 
     def drain(self) -> None:

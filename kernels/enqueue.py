@@ -66,11 +66,18 @@ def packed(
             group_ends(piece.group)
 
 
-def plain(job: Job, lane: Lane, copier: Copier, wait_after: WaitAfter, group_ends: GroupEnds) -> None:
+def plain(
+    job: Job,
+    ends: Sequence[int],
+    lane: Lane,
+    copier: Copier,
+    wait_after: WaitAfter,
+    group_ends: GroupEnds,
+) -> None:
     """Plane by plane through the copy engine: right everywhere, slow for small planes."""
     wait_after(lane)
     offset = start = 0
-    for group, stop in enumerate(job.groups):
+    for group, stop in enumerate(ends):
         for span in job.spans[start:stop]:
             planes = [span.base + block * span.stride for block in job.blocks]
             slots = [host + offset for host in job.hosts]

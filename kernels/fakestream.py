@@ -60,11 +60,6 @@ class FakeEvent:
             if self._error is not None:
                 raise self._error
 
-    @property
-    def happened(self) -> bool:
-        with self._changed:
-            return self._happened >= self._recorded
-
 
 class FakeStream:
     """One thread that runs operations in order. The first failing one fails all events behind it."""

@@ -16,6 +16,24 @@ if TYPE_CHECKING:
 RELAYS = 8
 """Streams that wait for foreign events. Few, since a GPU has few hardware queues to share."""
 
+CROWD = 256
+"""Marks on one stream that are not recycled yet, beyond which marks are recorded late."""
+
+
+class Late:
+    """A mark that is recorded when its job is submitted, on a device thread that may block.
+
+    A stream's queue holds about 1,000 operations, and recording on a full one blocks the caller,
+    which may be the event loop (R21). A later mark waits for more than it has to, never for less:
+    the engine may not reuse a job's blocks before it has ended.
+    """
+
+    __slots__ = ("event", "handle")
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.event: Event | None = None
+
 
 def stream_handle(stream: Any, index: int) -> int:
     """The raw handle of a stream of device `index`; `TypeError` or `ValueError` for anything else.
@@ -83,18 +101,39 @@ class Relays:
         self._streams: list[int] = []
         self._pending: list[int] = []
         self._relay_of: dict[int, int] = {}
+        self._crowd: dict[int, int] = {}
+        self._stream_of: dict[int, int] = {}
 
     @property
     def live(self) -> int:
         return len(self._streams)
 
-    def mark(self, handle: int) -> Event:
-        """Record a pooled event on a stream, without waiting for anything."""
+    def record(self, handle: int) -> Event | Late:
+        """Mark an engine's stream now, or if it is crowded with marks, when its job is submitted."""
+        with self._lock:
+            if self._crowd.get(handle, 0) >= CROWD:
+                return Late(handle)
+        event = self.mark(handle)
+        with self._lock:
+            self._crowd[handle] = self._crowd.get(handle, 0) + 1
+            self._stream_of[int(event)] = handle
+        return event
+
+    def recorded(self, event: Event | Late, patience: float) -> Event:
+        """The event to wait for; a late one is recorded here, which may block."""
+        if not isinstance(event, Late):
+            return event
+        if event.event is None:
+            event.event = self.mark(event.handle, patience)
+        return event.event
+
+    def mark(self, handle: int, patience: float | None = None) -> Event:
+        """Record a pooled event on a stream. Without patience an empty pool raises at once."""
         runtime = cudart()
         capturing = check("cudaStreamIsCapturing", runtime.cudaStreamIsCapturing(handle))
         if int(capturing):
             raise DeviceError("cudaEventRecord", 900, "the stream is under graph capture")
-        (event,) = self._marks.take(timeout=None)
+        (event,) = self._marks.take(timeout=patience)
         try:
             check("cudaEventRecord", runtime.cudaEventRecord(event, handle))
         except BaseException:
@@ -119,9 +158,18 @@ class Relays:
             self._relay_of[int(event)] = relay
             return event, ("relay", relay)
 
-    def recycle(self, event: Event) -> None:
+    def recycle(self, event: Event | Late) -> None:
         """Give a mark back to its pool."""
+        if isinstance(event, Late):
+            if event.event is not None:
+                self._marks.give([event.event])
+            return
         with self._lock:
+            handle = self._stream_of.pop(int(event), None)
+            if handle is not None:
+                count = self._crowd.pop(handle) - 1
+                if count:
+                    self._crowd[handle] = count
             relay = self._relay_of.pop(int(event), None)
             if relay is not None:
                 self._pending[relay] -= 1

@@ -150,7 +150,7 @@ class Arena:
                     self._stop.wait(_PAUSE)
                 self._ready += 1
                 ready(number)
-        except (DeviceError, OSError) as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it goes to whoever waits
             self._failure = f"extent {self._ready}: {error}"
             self._since = time.time()
             cause = TierFailed(
@@ -169,7 +169,7 @@ class Arena:
         _populate(address, self.extent_bytes)
         with device.guard():
             self._device_bases[number] = device.register(address, self.extent_bytes)
-        self._registered.append(number)
+            self._registered.append(number)
 
     def health(self) -> Sequence[Component]:
         """The arena's progress and every device."""

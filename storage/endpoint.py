@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvtide.core.errors import InvalidRequest, QueueFull
 from kvtide.core.outcome import Outcome
 from kvtide.core.protocols import Mark, Stream, Ticket
-from kvtide.kernels.bridge import BridgeClosed
 from kvtide.kernels.device import DeviceError, Direction, Job, Submitted
+from kvtide.kernels.pool import PoolExhausted
 from kvtide.kernels.worker import QueueFull as ThreadQueueFull
 from kvtide.kernels.worker import WorkerClosed
 
@@ -36,8 +36,10 @@ class PagesEndpoint:
                 return self._lanes.device.record(after)
         except DeviceError as error:
             raise self._lanes.explain(error, began=False) from error
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
+        except PoolExhausted as error:
+            raise QueueFull(f"{self._lanes.name} takes no more copies now: {error}") from error
 
     def forget(self, mark: Mark) -> None:
         """A mark that no copy will use."""
@@ -96,9 +98,16 @@ class PagesEndpoint:
             key = getattr(accepted, "key", None)
             try:
                 lanes.bridge.call_when(accepted.done, lambda error: ended(accepted, error), key)
-            except BridgeClosed as error:
+            except RuntimeError:  # it is closed, or there is no thread to be had: wait here instead
+                wait(accepted)
+
+        def wait(accepted: Submitted) -> None:
+            try:
                 lanes.device.synchronize(accepted.done)
+            except DeviceError as error:
                 ended(accepted, error)
+            else:
+                ended(accepted, None)
 
         def ended(accepted: Submitted, error: BaseException | None) -> None:
             accepted.release(failed=error is not None)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from dataclasses import dataclass, field
 
 import xxhash
 
-from kvtide.core.errors import CorruptImage, TierFailed
+from kvtide.core.errors import CorruptImage, InvalidRequest, TierFailed
+from kvtide.core.extents import extent_of, offset_of
 from kvtide.core.protocols import Label
-from kvtide.core.settings import MIB
+from kvtide.core.settings import MIB, PAGE
 
 
 @dataclass(slots=True)
@@ -32,7 +34,8 @@ class Faults:
 class MemoryTier:
     """Images in this process' memory, each with its label and checksum. Not durable.
 
-    capacity_bytes: a multiple of `extent_bytes` is used.
+    capacity_bytes: a multiple of `extent_bytes` is used, and never more (R29).
+    Raises `InvalidRequest`.
     """
 
     durable = False
@@ -45,16 +48,23 @@ class MemoryTier:
         name: str = "memory",
         faults: Faults | None = None,
     ) -> None:
+        if extent_bytes < PAGE or extent_bytes % PAGE:
+            raise InvalidRequest(f"extent_bytes must be a positive multiple of {PAGE}")
         if capacity_bytes < extent_bytes:
-            raise ValueError(f"capacity_bytes must be at least one extent ({extent_bytes} bytes)")
+            raise InvalidRequest(f"capacity_bytes must be at least one extent ({extent_bytes} bytes)")
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.extent_bytes = extent_bytes
         self.faults = faults or Faults()
-        self._images: dict[int, tuple[Label, bytes, bytes]] = {}
+        self._labels: dict[int, tuple[Label, bytes]] = {}
+        self._bytes: mmap.mmap | None = None
 
     async def open(self) -> None:
-        """Nothing to get ready."""
+        """Map the memory. Raises `TierFailed`."""
+        try:
+            self._bytes = mmap.mmap(-1, self.capacity_bytes // self.extent_bytes * self.extent_bytes)
+        except OSError as error:
+            raise TierFailed(f"cannot map {self.capacity_bytes} bytes: {error}") from error
 
     async def write(self, slot: int, label: Label, image: memoryview) -> None:
         """Keep a copy of the image. Raises `TierFailed` when told to."""
@@ -63,8 +73,11 @@ class MemoryTier:
         if self.faults.fail_writes:
             self.faults.fail_writes -= 1
             raise TierFailed(f"the {self.name} tier was told to fail this write")
-        kept = bytes(image)
-        self._images[slot] = (label, xxhash.xxh3_128_digest(kept), kept)
+        if len(image) != label.nbytes:
+            raise TierFailed(f"an image of {len(image)} bytes is labelled with {label.nbytes}")
+        memory, at = self._open(slot)
+        self._labels[slot] = (label, xxhash.xxh3_128_digest(image))
+        memory[at : at + label.nbytes] = bytes(image)
 
     async def read(self, slot: int, label: Label, into: memoryview) -> None:
         """Verify and copy out. Raises `CorruptImage`, `TierFailed`."""
@@ -73,22 +86,30 @@ class MemoryTier:
         if self.faults.fail_reads:
             self.faults.fail_reads -= 1
             raise TierFailed(f"the {self.name} tier was told to fail this read")
-        found = self._images.get(slot)
-        if found is None:
-            raise CorruptImage(f"slot {slot:#x} of the {self.name} tier is empty")
-        kept_label, checksum, image = found
+        memory, at = self._open(slot)
+        kept, checksum = self._labels.get(slot, (None, b""))
+        if kept != label:
+            what = "is empty" if kept is None else "holds another image"
+            raise CorruptImage(f"slot {slot:#x} of the {self.name} tier {what}")
+        image = memory[at : at + label.nbytes]
         if self.faults.corrupt_reads:
             self.faults.corrupt_reads -= 1
             image = bytes([image[0] ^ 1]) + image[1:]
-        if kept_label != label or len(image) != label.nbytes:
-            raise CorruptImage(f"slot {slot:#x} of the {self.name} tier holds another image")
         if xxhash.xxh3_128_digest(image) != checksum:
             raise CorruptImage(f"slot {slot:#x} of the {self.name} tier fails its checksum")
         into[:] = image
 
     async def close(self) -> None:
         """Forget everything."""
-        self._images.clear()
+        self._labels.clear()
+        if self._bytes is not None:
+            self._bytes.close()
+            self._bytes = None
+
+    def _open(self, slot: int) -> tuple[mmap.mmap, int]:
+        if self._bytes is None:
+            raise TierFailed(f"the {self.name} tier is not open")
+        return self._bytes, extent_of(slot) * self.extent_bytes + offset_of(slot)
 
     async def _strike(self) -> None:
         if self.faults.gate is not None:

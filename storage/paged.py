@@ -48,9 +48,11 @@ class PagedKV:
     ) -> None:
         if not planes:
             raise GeometryMismatch("pages need at least one plane")
-        if blocks < 1:
-            raise GeometryMismatch("pages need at least one block")
+        if type(blocks) is not int or blocks < 1:
+            raise GeometryMismatch(f"pages need at least one block, not {blocks!r}")
         for plane in planes:
+            if not all(type(part) is int for part in (plane.base, plane.stride, plane.nbytes, plane.layer)):
+                raise GeometryMismatch(f"{plane} must consist of integers")
             if plane.nbytes < 1 or plane.base < 1 or plane.layer < 0:
                 raise GeometryMismatch(f"{plane} has no address, no bytes or no layer")
             if blocks > 1 and plane.stride < plane.nbytes:
@@ -58,7 +60,7 @@ class PagedKV:
                     f"blocks of a plane overlap: stride {plane.stride} < {plane.nbytes} bytes; is "
                     "block_dim the dimension that counts blocks, and is the tensor not expanded?"
                 )
-        if device[1] not in range(1 << 15):
+        if type(device[1]) is not int or device[1] not in range(1 << 15):
             raise GeometryMismatch(f"no device can have the ordinal {device[1]}")
         self.planes_at = tuple(sorted(planes, key=lambda plane: plane.layer))
         self.blocks = blocks
@@ -96,7 +98,7 @@ class PagedKV:
         layers: the layer of each entry, by default its position. block_tokens: tokens a page, to
         be checked against the cache's. Raises `GeometryMismatch`.
         """
-        entries = [(t,) if hasattr(t, "data_ptr") else tuple(t) for t in tensors]
+        entries = [tuple(t) if isinstance(t, (list, tuple)) else (t,) for t in tensors]
         flat = [tensor for entry in entries for tensor in entry]
         if not flat:
             raise GeometryMismatch("pass at least one tensor")
@@ -107,6 +109,8 @@ class PagedKV:
         for tensor in flat:
             if not hasattr(tensor, "data_ptr"):
                 raise GeometryMismatch(f"expected tensors, got {type(tensor).__name__}")
+            if str(tensor.layout) != "torch.strided":
+                raise GeometryMismatch(f"a {tensor.layout} tensor has no strides")
             if tensor.device != first.device or tensor.dtype != first.dtype:
                 raise GeometryMismatch(
                     f"all tensors must agree: {tensor.dtype} on {tensor.device} is not "
@@ -159,13 +163,26 @@ def _planes(tensor: torch.Tensor, block_dim: int, layer: int) -> list[Plane]:
 
 def _refuse_overlap(planes: Sequence[Plane], blocks: int) -> None:
     """Two planes may interleave, never share bytes: a load of one would overwrite the other."""
-    by_start = sorted(planes, key=lambda plane: plane.base)
-    for low, high in itertools.pairwise(by_start):
-        reach = low.base + (blocks - 1) * low.stride + low.nbytes
-        if high.base >= reach:
-            continue
-        # Interleaved planes: compare where they begin within one common stride.
-        gap = (high.base - low.base) % low.stride if low.stride else 0
-        apart = low.nbytes <= gap <= low.stride - high.nbytes
-        if low.stride != high.stride or not apart:
-            raise GeometryMismatch(f"two planes share memory: {low} and {high}")
+    reaching: list[tuple[int, Plane]] = []
+    for high in sorted(planes, key=lambda plane: plane.base):
+        # What ends before this plane begins meets none of those that follow either.
+        reaching = [(end, low) for end, low in reaching if end > high.base]
+        for _, low in reaching:
+            if _share_bytes(low, high, blocks):
+                raise GeometryMismatch(f"two planes share memory: {low} and {high}")
+        reaching.append((high.base + (blocks - 1) * high.stride + high.nbytes, high))
+
+
+def _share_bytes(one: Plane, other: Plane, blocks: int) -> bool:
+    """Whether any block of one plane meets any block of the other."""
+    wide, narrow = (one, other) if one.stride >= other.stride else (other, one)
+    step = max(1, narrow.stride)  # with one block the stride says nothing, and may be 0
+    # Where the strides agree, the two ends of one plane stand at every distance to the other.
+    walk = (0, blocks - 1) if wide.stride == narrow.stride else range(blocks)
+    for number in walk:
+        at = wide.base + number * wide.stride - narrow.base
+        first = max(0, (at - narrow.nbytes) // step + 1)
+        last = min(blocks - 1, (at + wide.nbytes - 1) // step)
+        if first <= last:
+            return True
+    return False

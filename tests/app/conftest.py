@@ -12,16 +12,20 @@ import pytest
 import kvtide
 from kvtide.app.service import control
 
-
-@dataclass(frozen=True)
-class Counters:
-    lookups: int = 3
-
-
-@dataclass(frozen=True)
-class CounterTree:
-    host: Counters = Counters()
-    inflight: int = 0
+STATISTICS = kvtide.CacheStatistics(
+    tiers=(),
+    lookups=3,
+    lookup_tokens=96,
+    hit_tokens=32,
+    inflight_transfers=0,
+    inflight_bytes=0,
+    waiting_for_turn=0,
+    stored_bytes=0,
+    loaded_bytes=0,
+    promoted_blocks=0,
+    dropped_blocks=0,
+    errors={"NoRoom": 1},
+)
 
 
 @dataclass
@@ -45,8 +49,8 @@ class FakeCache:
     def health(self) -> tuple[kvtide.Component, ...]:
         return self.components
 
-    def statistics(self) -> CounterTree:
-        return CounterTree()
+    def statistics(self) -> kvtide.CacheStatistics:
+        return STATISTICS
 
     async def close(self, deadline: float = 5.0) -> kvtide.Closed:
         assert deadline > 0

@@ -114,6 +114,11 @@ def test_a_host_memory_that_cannot_be_is_refused_clearly(
     assert says in capsys.readouterr().err
 
 
+def test_the_openapi_document_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--openapi"]) == 0
+    assert json.loads(capsys.readouterr().out)["info"]["title"] == "kvtide"
+
+
 def test_own_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(_: object) -> int:
         raise kvtide.NoRoom("full", leased=1)

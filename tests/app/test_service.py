@@ -8,11 +8,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 import kvtide
 from kvtide.app import gate, listener, routes, service
@@ -70,7 +72,7 @@ async def test_s0_2_readyz_is_503_with_the_cause_when_a_component_has_failed(
 async def test_stats_are_what_the_cache_counts(client: httpx.AsyncClient, fake: Any) -> None:
     answer = await client.get("/v1/stats")
     assert answer.status_code == 200
-    assert answer.json() == dataclasses.asdict(fake.statistics())
+    assert answer.json() == {**dataclasses.asdict(fake.statistics()), "tiers": []}
 
 
 async def test_match_hands_on_what_was_asked(client: httpx.AsyncClient, fake: Any) -> None:
@@ -312,3 +314,83 @@ async def test_r9_an_idle_service_uses_under_one_percent_of_a_core(fake: Any) ->
 
 
 # -- with a real cache ----------------------------------------------------------------------
+
+
+@pytest.fixture
+async def stored() -> AsyncIterator[tuple[kvtide.Cache, str]]:
+    """A cache that holds four blocks under a salt and with an extra, and its service's URL."""
+    settings = kvtide.Settings(host_bytes=1 << 20, extent_bytes=1 << 20)
+    async with kvtide.open_cache(settings) as cache:
+        pages = cache.attach(
+            kvtide.PagedKV.from_tensors([torch.zeros(4, 16, 8)], block_dim=0), namespace="model"
+        )
+        await pages.store(range(64), range(4), after=None, salt="secret", extra=b"\x01")
+        await pages.store(None, [0, 1], after=None, hashes=[bytes(8), bytes([1] * 8)])
+        async with serve_beside(cache, port=0) as url:
+            yield cache, url
+        await pages.detach()
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [
+        ({"tokens": list(range(65)), "salt": "secret", "extra": "01"}, 64),
+        ({"tokens": list(range(64)), "salt": "secret", "extra": "01"}, 48),
+        ({"tokens": [*range(32), 0, *range(33, 65)], "salt": "secret", "extra": "01"}, 32),
+        ({"tokens": list(range(65)), "salt": "guess", "extra": "01"}, 0),
+        ({"tokens": list(range(65)), "extra": "01"}, 0),
+        ({"tokens": list(range(65)), "salt": "secret"}, 0),
+        ({"tokens": list(range(15))}, 0),
+        ({"hashes": ["00" * 8, "01" * 8, "02" * 8]}, 32),
+    ],
+)
+async def test_match_says_what_is_held_and_pins_nothing(
+    stored: tuple[kvtide.Cache, str], asked: dict[str, Any], tokens: int
+) -> None:
+    cache, url = stored
+    async with httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/match", json={"namespace": "model", **asked})
+    assert answer.status_code == 200
+    assert answer.json() == {"tokens": tokens, "by_tier": {"host": tokens} if tokens else {}}
+    assert cache.statistics().tiers[0].pinned_bytes == 0
+
+
+async def test_a_real_cache_is_ready_counted_and_honest(stored: tuple[kvtide.Cache, str]) -> None:
+    _, url = stored
+    async with httpx.AsyncClient(base_url=url) as client:
+        ready = (await client.get("/readyz")).json()
+        assert ready["status"] == "ready"
+        assert {"cache"} < {part["name"] for part in ready["components"]}
+        counted = (await client.get("/v1/stats")).json()
+        assert counted["tiers"][0]["blocks"] == 6
+        for body, status, name in (
+            ({"namespace": "never seen", "tokens": [1]}, 404, "unknown-namespace"),
+            ({"namespace": "model", "tokens": []}, 422, "invalid-request"),
+            ({"namespace": "model", "hashes": ["00" * 8] * 2}, 422, "invalid-request"),
+        ):
+            answer = await client.post("/v1/match", json=body)
+            assert answer.status_code == status
+            assert answer.json()["type"] == f"urn:kvtide:problem:{name}"
+
+
+async def test_after_the_cache_is_closed_it_says_so(stored: tuple[kvtide.Cache, str]) -> None:
+    cache, url = stored
+    await cache.close()
+    async with httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/livez")).status_code == 200
+        ready = await client.get("/readyz")
+        assert ready.status_code == 503
+        assert "cache: the cache is closed" in ready.json()["detail"]
+        answer = await client.post("/v1/match", json={"namespace": "model", "tokens": [1]})
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "urn:kvtide:problem:cache-closed"
+
+
+async def test_serve_with_a_real_cache_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    async with Running() as running:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running.ended() == 0
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert set(threading.enumerate()) <= before
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

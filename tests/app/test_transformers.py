@@ -1,6 +1,8 @@
 """The adapter on tiny random models: the same tokens with and without the cache, or a clear refusal."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -314,7 +316,10 @@ class TestRefusals:
         with pytest.raises(kvtide.InvalidRequest, match=says):
             await prefixes.load(ids)
 
-    async def test_ids_that_are_none(self, prefixes: PrefixCache) -> None:
+    async def test_ids_that_are_none(self, prefixes: PrefixCache, model: Any) -> None:
+        past = DynamicCache(config=model.config)
+        greedy(model, prompt(40), past, new=1)
+        await prefixes.store(prompt(40), past)
         with pytest.raises(kvtide.InvalidRequest, match="integers"):
             await prefixes.load([-1] * 40)
 
@@ -400,3 +405,35 @@ class TestTransfers:
         made[0].rest.set()
         with pytest.raises(asyncio.CancelledError):
             await loading
+
+    async def test_memory_outlives_a_load_that_was_cancelled_twice(
+        self, prefixes: PrefixCache, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await self._stored(prefixes, model)
+        made = self._intercept(prefixes, monkeypatch)
+        allocate = prefixes._allocate
+        tensors: list[weakref.ref[torch.Tensor]] = []
+
+        def watched(tokens: int) -> Any:
+            fresh = allocate(tokens)
+            tensors.extend(weakref.ref(tensor) for pair in fresh for tensor in pair)
+            return fresh
+
+        monkeypatch.setattr(prefixes, "_allocate", watched)
+        loading = asyncio.create_task(prefixes.load(prompt(70)))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            loading.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        del loading
+        gc.collect()
+        assert all(tensor() is not None for tensor in tensors)
+        made[0].rest.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        made.clear()
+        gc.collect()
+        assert all(tensor() is None for tensor in tensors)

@@ -11,6 +11,8 @@ from kvtide.kernels.device import Direction, Job, Span
 
 POISON = 0xA5
 
+_registered: list[mmap.mmap] = []
+
 
 class Host:
     """Slots in anonymous memory, registered extent by extent, as an arena does it."""
@@ -19,6 +21,7 @@ class Host:
         self.device, self.nbytes = device, nbytes
         self.slot = -(-nbytes // 4096) * 4096
         self._map = mmap.mmap(-1, self.slot * slots)
+        _registered.append(self._map)  # a test that fails must not unmap what is registered
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         ctypes.memset(self.base, POISON, self.slot * slots)
         self.hosts: list[int] = []
@@ -44,6 +47,7 @@ class Host:
     def close(self) -> None:
         for at in self._ranges:
             self.device.unregister(at)
+        _registered.remove(self._map)
 
 
 class Pages:

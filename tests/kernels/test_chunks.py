@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtide.kernels.chunks import PITCH, ROW, batches, pieces
+from kvtide.kernels.chunks import PITCH, ROW, batches, coarse, pieces
 from kvtide.kernels.device import Span
 
 SPANS = (Span(1 << 20, 4096, 4096), Span(2 << 20, 4096, 4096), Span(3 << 20, 10_000, 10_000))
@@ -61,3 +61,12 @@ def test_batches_cover_the_blocks_and_fit(count: int, pitch: int) -> None:
         assert (end - first) * pitch <= 32 << 20
         at = end
     assert at == count
+
+
+def test_small_groups_are_joined_in_order() -> None:
+    spans = tuple(Span(4096 * i, 4096, 4096) for i in range(7))
+    groups = (1, 2, 3, 4, 5, 6, 7)
+    assert coarse(spans, groups, 4096) == (groups, (0, 1, 2, 3, 4, 5, 6))
+    assert coarse(spans, groups, 8192) == ((2, 4, 7), (0, 0, 1, 1, 2, 2, 2))
+    assert coarse(spans, groups, 1 << 20) == ((7,), (0,) * 7)
+    assert coarse(spans, (3, 7), 8192) == ((3, 7), (0, 1))

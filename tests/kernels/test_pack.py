@@ -6,10 +6,10 @@ import random
 from array import array
 
 import pytest
+from tests.kernels import geometry
 
 from kvtide.kernels.chunks import PITCH, pieces
 from kvtide.kernels.device import Span
-from tests.kernels import geometry
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="host addresses need Triton's interpreter"

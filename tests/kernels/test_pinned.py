@@ -47,33 +47,43 @@ def driver(monkeypatch):
 
 
 def test_S0_3_the_devices_own_address_is_returned(driver) -> None:
-    assert pinned.register(8192, 4096) == 8192 + 4096
-    pinned.unregister(8192)
+    assert pinned.register(0, 8192, 4096) == 8192 + 4096
+    pinned.unregister(0, 8192)
     assert driver.calls == ["register", "pointer", "unregister"]
 
 
 def test_two_devices_share_one_registration(driver) -> None:
-    pinned.register(8192, 4096)
-    pinned.register(8192, 4096)
-    pinned.unregister(8192)
+    pinned.register(0, 8192, 4096)
+    pinned.register(1, 8192, 4096)
+    pinned.unregister(0, 8192)
     assert "unregister" not in driver.calls
-    pinned.unregister(8192)
+    pinned.unregister(1, 8192)
     assert driver.calls.count("register") == driver.calls.count("unregister") == 1
     with pytest.raises(KeyError):
-        pinned.unregister(8192)
+        pinned.unregister(1, 8192)
+
+
+def test_a_range_that_was_never_unregistered_is_not_taken_for_a_new_one(driver) -> None:
+    pinned.register(0, 8192, 4096)
+    driver.codes["register"] = 712
+    for device, nbytes in ((0, 4096), (1, 8192)):
+        with pytest.raises(DeviceError, match="712"):
+            pinned.register(device, 8192, nbytes)
+    pinned.unregister(0, 8192)
+    assert driver.calls[-1] == "unregister"
 
 
 def test_S0_2_a_failed_registration_is_rolled_back(driver) -> None:
     driver.codes["register"] = 2
     with pytest.raises(DeviceError, match="cudaHostRegister failed with code 2"):
-        pinned.register(8192, 4096)
+        pinned.register(0, 8192, 4096)
     assert driver.calls == ["register"]
     driver.codes = {"pointer": 719}
     with pytest.raises(DeviceLost):
-        pinned.register(8192, 4096)
+        pinned.register(0, 8192, 4096)
     assert driver.calls[-1] == "unregister"
     with pytest.raises(KeyError):
-        pinned.unregister(8192)
+        pinned.unregister(0, 8192)
 
 
 def test_S4_7_codes_are_mapped_once(driver) -> None:

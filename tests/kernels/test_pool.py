@@ -86,7 +86,12 @@ def test_who_gives_up_does_not_block_the_line() -> None:
     pool, _ = numbers(2)
     held = pool.take(1, timeout=None)
     served = threading.Event()
-    impatient = threading.Thread(target=lambda: pytest.raises(PoolExhausted, pool.take, 2, timeout=0.1))
+
+    def give_up() -> None:
+        with pytest.raises(PoolExhausted):
+            pool.take(2, timeout=0.1)
+
+    impatient = threading.Thread(target=give_up)
     patient = threading.Thread(target=lambda: (pool.take(timeout=30), served.set()))
     impatient.start()
     while pool.statistics()["waiting"] < 1:
