@@ -131,7 +131,7 @@ async def _story(bench: Bench, reading: _Reading, args: argparse.Namespace) -> l
     rows: list[Row] = []
     conversation = reading.document
     with _display(reading, hidden=args.json) as show:
-        await bench.warm_up(reading.document)
+        await bench.warm_up(reading.document, [tokenizer.encode(question_text(turn)) for turn in STORY])
         for turn in STORY:
             show(rows, turn.title)
             before = conversation if turn.follows else reading.document

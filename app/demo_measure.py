@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_WARM_UP_TOKENS = 1024
-"""Tokens that go through the cache before anything is timed, under a salt of their own."""
+_WARM_UP = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Row:
 
     prefill_ms: the forward pass over the whole prompt, without the cache. load_ms: matching,
     allocating and loading. tail_ms: the forward pass over what was not loaded.
-    logits_bound: how far runs without a cache are from each other; None on the CPU.
+    logits_bound: how far runs without a cache were from each other so far; None on the CPU.
     """
 
     title: str
@@ -80,21 +79,27 @@ class Bench:
         self._block_tokens = block_tokens
         self._new_tokens = new_tokens
         self._copies = StoredCopies(block_tokens)
+        self._apart = 0.0
         self._thread = ThreadPoolExecutor(1, "kvtide-demo-model")
 
     def close(self) -> None:
         """Let the model's thread end."""
         self._thread.shutdown()
 
-    async def warm_up(self, prompt: list[int]) -> None:
-        """Everything that is slow the first time: kernels, allocators, the model, the copies."""
+    async def warm_up(self, document: list[int], tails: Sequence[list[int]]) -> None:
+        """Everything that is slow the first time a shape is seen: kernels, allocators, copies.
+
+        What is stored for it stands under a salt of its own, so that no request hits it.
+        """
         past = empty_cache(self._model.config)
-        await self._compute(_first_token, self._model, prompt, past)
+        await self._compute(_first_token, self._model, document + tails[0], past)
         await self._compute(_decode, self._model, 0, past, 2)
-        few = prompt[:_WARM_UP_TOKENS]
-        await self._prefixes.store(few, past, salt="warm-up")
-        prefix = await self._prefixes.load(few, salt="warm-up")
-        await self._compute(_first_token, self._model, few[prefix.tokens :], prefix.past_key_values)
+        await self._prefixes.store(document, past, salt=_WARM_UP)
+        del past
+        for tail in tails:
+            prefix = await self._prefixes.load(document + tail, salt=_WARM_UP)
+            rest = (document + tail)[prefix.tokens :]
+            await self._compute(_first_token, self._model, rest, prefix.past_key_values)
 
     async def request(self, title: str, prompt: list[int]) -> tuple[Row, list[int]]:
         """Answer a prompt twice; returns what that took, and the answer's token ids."""
@@ -155,13 +160,17 @@ class Bench:
         return [first.token, *rest]
 
     def _bound(self, prompt: list[int], reused: int, one_shot: torch.Tensor) -> float | None:
-        """How far runs without any cache are from each other, if tokens can't be the measure."""
+        """How far runs without any cache are from each other, if tokens can't be the measure.
+
+        A handful of runs shows less than they may differ, so those of earlier requests count too.
+        """
         if self._prefixes.shape.device.type == "cpu":
             return None
-        at = reused or len(prompt) // 2
-        return spread(
-            [one_shot, *(_split_run(self._model, prompt, cut) for cut in (at, at - self._block_tokens))]
-        )
+        end = reused or len(prompt) // 2
+        cuts = (end, end - self._block_tokens, end // 2)
+        runs = [one_shot, *(_split_run(self._model, prompt, cut) for cut in cuts)]
+        self._apart = max(self._apart, spread(runs))
+        return self._apart
 
 
 def _first_token(model: PreTrainedModel, tokens: list[int], past: DynamicCache) -> _First:
