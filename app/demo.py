@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -25,7 +25,7 @@ from kvtide.app.demo_model import (
     random_model,
 )
 from kvtide.app.demo_table import speedup_median, summary, table
-from kvtide.app.demo_text import STORY, question_text, read_document
+from kvtide.app.demo_text import STORY, Turn, question_text, read_document
 
 _BLOCK_TOKENS = 16
 _MODEL_DOCUMENT_TOKENS = 4352
@@ -127,20 +127,29 @@ async def _demo(reading: _Reading, args: argparse.Namespace) -> tuple[list[Row],
 
 
 async def _story(bench: Bench, reading: _Reading, args: argparse.Namespace) -> list[Row]:
-    tokenizer = reading.subject.tokenizer
     rows: list[Row] = []
-    conversation = reading.document
     with _display(reading, hidden=args.json) as show:
-        await bench.warm_up(reading.document, [tokenizer.encode(question_text(turn)) for turn in STORY])
-        for turn in STORY:
+
+        async def measured(turn: Turn, prompt: list[int]) -> list[int]:
             show(rows, turn.title)
-            before = conversation if turn.follows else reading.document
-            prompt = before + tokenizer.encode(question_text(turn))
             row, answer = await bench.request(turn.title, prompt)
             rows.append(row)
-            conversation = prompt + answer
+            return answer
+
+        show(rows, "rehearsal, untimed")
+        await _tell(reading, lambda turn, prompt: bench.rehearse(prompt))
+        await _tell(reading, measured)
         show(rows, None)
     return rows
+
+
+async def _tell(reading: _Reading, ask: Callable[[Turn, list[int]], Awaitable[list[int]]]) -> None:
+    """Go through the story; `ask` is given each turn and its prompt, and gives the answer."""
+    conversation = reading.document
+    for turn in STORY:
+        before = conversation if turn.follows else reading.document
+        prompt = before + reading.subject.tokenizer.encode(question_text(turn))
+        conversation = prompt + await ask(turn, prompt)
 
 
 @contextlib.contextmanager
@@ -164,8 +173,8 @@ def _display(reading: _Reading, *, hidden: bool) -> Iterator[Callable[[list[Row]
 
 
 def _settings(reading: _Reading, new_tokens: int) -> kvtide.Settings:
-    """Host memory for all that the story stores, with room to spare."""
-    tokens = 2 * len(reading.document) + len(STORY) * (256 + new_tokens)
+    """Host memory for all that the story and its rehearsal store, with room to spare."""
+    tokens = 2 * (len(reading.document) + len(STORY) * (256 + new_tokens))
     extent = kvtide.Settings().extent_bytes
     extents = tokens * reading.token_bytes // extent + 4
     return kvtide.Settings(host_bytes=extents * extent, block_tokens=_BLOCK_TOKENS)

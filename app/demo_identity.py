@@ -39,8 +39,9 @@ class StoredCopies:
         self._block_tokens = block_tokens
         self._copies: list[_Copy] = []
 
-    def keep(self, tokens: list[int], start: int, end: int, past: DynamicCache) -> None:
-        """Keep the KV of the full blocks of tokens `[start, end)`."""
+    def keep(self, tokens: list[int], start: int, past: DynamicCache) -> None:
+        """Keep the KV of the full blocks of `tokens` from `start` on."""
+        end = len(tokens) // self._block_tokens * self._block_tokens
         if start < end:
             layers = [
                 (layer.keys[:, :, start:end].clone(), layer.values[:, :, start:end].clone())

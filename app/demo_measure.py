@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import DynamicCache, PreTrainedModel
 
-    from kvtide.app.transformers import PrefixCache
+    from kvtide.app.transformers import Prefix, PrefixCache
 
 Result = TypeVar("Result")
 
-_WARM_UP = "warm-up"
+_REHEARSAL = "rehearsal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,27 @@ class _First:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Cold:
+    """A run without the cache; `ttft` in seconds."""
+
+    first: _First
+    ttft: float
+    answer: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    """A run with the cache; `loaded` are the tensors that came out of it, as they came."""
+
+    first: _First
+    ttft: float
+    answer: list[int]
+    prefix: Prefix
+    loaded: list[tuple[torch.Tensor, torch.Tensor]]
+    load_seconds: float
+
+
 class Bench:
     """Runs requests one after the other, and keeps what it needs to judge them.
 
@@ -79,6 +100,7 @@ class Bench:
         self._block_tokens = block_tokens
         self._new_tokens = new_tokens
         self._copies = StoredCopies(block_tokens)
+        self._gpu = prefixes.shape.device.type == "cuda"
         self._apart = 0.0
         self._thread = ThreadPoolExecutor(1, "kvtide-demo-model")
 
@@ -86,71 +108,78 @@ class Bench:
         """Let the model's thread end."""
         self._thread.shutdown()
 
-    async def warm_up(self, document: list[int], tails: Sequence[list[int]]) -> None:
-        """Everything that is slow the first time a shape is seen: kernels, allocators, copies.
+    async def rehearse(self, prompt: list[int]) -> list[int]:
+        """Answer a prompt untimed, under a salt that no request has; returns the answer.
 
-        What is stored for it stands under a salt of its own, so that no request hits it.
+        What is slow the first time is done then: threads, allocators, and on a GPU kernels that
+        are loaded or built for each shape, of both sides.
         """
-        past = empty_cache(self._model.config)
-        await self._compute(_first_token, self._model, document + tails[0], past)
-        await self._compute(_decode, self._model, 0, past, 2)
-        await self._prefixes.store(document, past, salt=_WARM_UP)
-        del past
-        for tail in tails:
-            prefix = await self._prefixes.load(document + tail, salt=_WARM_UP)
-            rest = (document + tail)[prefix.tokens :]
-            await self._compute(_first_token, self._model, rest, prefix.past_key_values)
+        if self._gpu:
+            await self._cold(prompt)
+        warm = await self._warm(prompt, _REHEARSAL)
+        await self._store(prompt, warm, _REHEARSAL)
+        return warm.answer
 
     async def request(self, title: str, prompt: list[int]) -> tuple[Row, list[int]]:
-        """Answer a prompt twice; returns what that took, and the answer's token ids."""
-        began = time.perf_counter()
-        cold_past = empty_cache(self._model.config)
-        cold = await self._compute(_first_token, self._model, prompt, cold_past)
-        cold_ttft = time.perf_counter() - began
-        cold_answer = await self._answer(cold, cold_past)
-        del cold_past  # its memory may be needed for the other side
+        """Answer a prompt without the cache and with it; returns what that took, and the answer."""
+        cold = await self._cold(prompt)
+        warm = await self._warm(prompt)
+        reused = warm.prefix.tokens
+        bytes_identical = await self._compute(self._copies.equal, prompt, warm.loaded, reused)
+        stored_blocks = await self._store(prompt, warm)
+        held = prompt + warm.answer[:-1]
+        await self._compute(self._copies.keep, held, reused, warm.prefix.past_key_values)
 
-        began = time.perf_counter()
-        prefix = await self._prefixes.load(prompt)
-        loaded_after = time.perf_counter() - began
-        past = prefix.past_key_values
-        # The forward pass puts longer tensors in their place; these stay what was loaded.
-        loaded = [(layer.keys, layer.values) for layer in past.layers]
-        warm = await self._compute(_first_token, self._model, prompt[prefix.tokens :], past)
-        warm_ttft = time.perf_counter() - began
-        answer = await self._answer(warm, past)
-
-        bytes_identical = await self._compute(self._copies.equal, prompt, loaded, prefix.tokens)
-        del loaded
-        # The last token was chosen but never computed on, so the cache has no KV of it.
-        held = prompt + answer[:-1]
-        stored = await self._prefixes.store(held, past, start=prefix.tokens)
-        end = len(held) // self._block_tokens * self._block_tokens
-        await self._compute(self._copies.keep, held, prefix.tokens, end, past)
-
-        bound = await self._compute(self._bound, prompt, prefix.tokens, cold.logits)
-        apart = distance(cold.logits, warm.logits)
+        bound = await self._compute(self._bound, prompt, reused, cold.first.logits) if self._gpu else None
+        apart = distance(cold.first.logits, warm.first.logits)
+        same_tokens = warm.answer == cold.answer
         token_bytes = self._prefixes.shape.token_bytes
         row = Row(
             title=title,
             prompt_tokens=len(prompt),
-            reused_tokens=prefix.tokens,
-            ttft_cold_ms=1e3 * cold_ttft,
-            ttft_warm_ms=1e3 * warm_ttft,
-            prefill_ms=1e3 * cold.seconds,
-            load_ms=1e3 * loaded_after,
-            tail_ms=1e3 * warm.seconds,
-            loaded_bytes=prefix.tokens * token_bytes,
-            stored_bytes=stored.stored * self._block_tokens * token_bytes,
-            by_tier=dict(prefix.by_tier),
-            shortfall=dict(prefix.shortfall),
-            identical=answer == cold_answer if bound is None else bytes_identical and apart <= bound,
-            tokens_identical=answer == cold_answer,
+            reused_tokens=reused,
+            ttft_cold_ms=1e3 * cold.ttft,
+            ttft_warm_ms=1e3 * warm.ttft,
+            prefill_ms=1e3 * cold.first.seconds,
+            load_ms=1e3 * warm.load_seconds,
+            tail_ms=1e3 * warm.first.seconds,
+            loaded_bytes=reused * token_bytes,
+            stored_bytes=stored_blocks * self._block_tokens * token_bytes,
+            by_tier=dict(warm.prefix.by_tier),
+            shortfall=dict(warm.prefix.shortfall),
+            identical=same_tokens if bound is None else bytes_identical and apart <= bound,
+            tokens_identical=same_tokens,
             bytes_identical=bytes_identical,
             logits_distance=apart,
             logits_bound=bound,
         )
-        return row, answer
+        return row, warm.answer
+
+    async def _cold(self, prompt: list[int]) -> _Cold:
+        began = time.perf_counter()
+        past = empty_cache(self._model.config)
+        first = await self._compute(_first_token, self._model, prompt, past)
+        ttft = time.perf_counter() - began
+        return _Cold(first, ttft, await self._answer(first, past))
+
+    async def _warm(self, prompt: list[int], salt: str | None = None) -> _Warm:
+        began = time.perf_counter()
+        prefix = await self._prefixes.load(prompt, salt=salt)
+        load_seconds = time.perf_counter() - began
+        past = prefix.past_key_values
+        # The forward pass puts longer tensors in their place; these stay what was loaded.
+        loaded = [(layer.keys, layer.values) for layer in past.layers]
+        first = await self._compute(_first_token, self._model, prompt[prefix.tokens :], past)
+        ttft = time.perf_counter() - began
+        return _Warm(first, ttft, await self._answer(first, past), prefix, loaded, load_seconds)
+
+    async def _store(self, prompt: list[int], warm: _Warm, salt: str | None = None) -> int:
+        """Store what this run computed; returns how many blocks were new."""
+        # The last token was chosen and never computed on: there is no KV of it.
+        held = prompt + warm.answer[:-1]
+        prefix = warm.prefix
+        stored = await self._prefixes.store(held, prefix.past_key_values, start=prefix.tokens, salt=salt)
+        return stored.stored
 
     async def _compute(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -159,13 +188,11 @@ class Bench:
         rest = await self._compute(_decode, self._model, first.token, past, self._new_tokens - 1)
         return [first.token, *rest]
 
-    def _bound(self, prompt: list[int], reused: int, one_shot: torch.Tensor) -> float | None:
-        """How far runs without any cache are from each other, if tokens can't be the measure.
+    def _bound(self, prompt: list[int], reused: int, one_shot: torch.Tensor) -> float:
+        """How far runs without any cache are from each other.
 
         A handful of runs shows less than they may differ, so those of earlier requests count too.
         """
-        if self._prefixes.shape.device.type == "cpu":
-            return None
         end = reused or len(prompt) // 2
         cuts = (end, end - self._block_tokens, end // 2)
         runs = [one_shot, *(_split_run(self._model, prompt, cut) for cut in cuts)]

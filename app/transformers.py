@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,10 +110,10 @@ class PrefixCache:
                 return Prefix(empty_cache(self._model.config), 0)
             tensors = self._allocate(hit.tokens)
             pages = self._attach(tensors, 0, hit.tokens)
-            transfer = pages.load(
-                hit, range(hit.tokens // self._block_tokens), after=self._stream(), deadline=deadline
+            blocks = range(hit.tokens // self._block_tokens)
+            loaded = await self._at_rest(
+                lambda: pages.load(hit, blocks, after=self._stream(), deadline=deadline), pages, list(tensors)
             )
-            loaded = await self._at_rest(transfer, pages, list(tensors))
             past = self._wrap(tensors, loaded.tokens)
             return Prefix(past, loaded.tokens, dict(hit.by_tier), dict(loaded.shortfall))
 
@@ -148,16 +148,19 @@ class PrefixCache:
             return Stored(stored=0, already=0, dropped=0)
         tensors = [(layer.keys, layer.values) for layer in past_key_values.layers]
         pages = self._attach(tensors, start, end)
-        transfer = pages.store(
-            tokens[:end],
-            range((end - start) // size),
-            start=start,
-            after=self._stream(),
-            salt=salt,
-            extra=extra,
-            deadline=deadline,
+        return await self._at_rest(
+            lambda: pages.store(
+                tokens[:end],
+                range((end - start) // size),
+                start=start,
+                after=self._stream(),
+                salt=salt,
+                extra=extra,
+                deadline=deadline,
+            ),
+            pages,
+            tensors,
         )
-        return await self._at_rest(transfer, pages, tensors)
 
     async def generate(
         self,
@@ -236,15 +239,15 @@ class PrefixCache:
             layer.keys, layer.values = keys[:, :, :tokens], values[:, :, :tokens]
         return past
 
-    async def _at_rest(self, transfer: Transfer[Result], pages: Pages, memory: Tensors) -> Result:
-        """The transfer's result or error, once nothing touches the lent memory any more (R10)."""
+    async def _at_rest(self, begin: Callable[[], Transfer[Result]], pages: Pages, memory: Tensors) -> Result:
+        """A transfer's result or error, once nothing touches the lent memory any more (R10)."""
 
         async def rest() -> None:
             await pages.detach()
             memory.clear()
 
         try:
-            return await transfer
+            return await begin()
         finally:
             # A second cancellation ends this waiting too. The task then keeps the memory until
             # no copy needs it: freed before, another tensor's bytes would be overwritten.

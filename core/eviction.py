@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Sequence, Set
 
-from kvtide.core.extents import Extents, extent_of
+from kvtide.core.extents import Extent, Extents, extent_of
 from kvtide.core.index import Block, Space
 from kvtide.core.policies import Policy
 from kvtide.core.states import EVICTABLE, State
@@ -14,28 +14,35 @@ from kvtide.core.states import EVICTABLE, State
 class Plan:
     """Blocks chosen to go, tails before heads, and the room that their going would make.
 
-    wanted: names that room is asked for, which may not go for it.
+    names: what room is asked for. keep: names that may not go for it.
     """
 
-    def __init__(self, extents: Extents, residents: Mapping[int, set[Block]], wanted: set[bytes]) -> None:
+    def __init__(
+        self,
+        extents: Extents,
+        policy_of: Callable[[int], Policy],
+        names: Sequence[bytes],
+        keep: Set[bytes] = frozenset(),
+    ) -> None:
         self.chosen: dict[Block, None] = {}
         self._extents = extents
-        self._residents = residents
-        self._wanted = wanted
+        self._policy_of = policy_of
+        self._names = names
+        self._keep = keep
         # Kept as blocks are chosen, so that asking for the gain takes no walk over them.
+        self._orphaned: dict[Block, int] = {}
         self._leaving: dict[int, int] = {}
-        self._emptied: set[int] = set()
+        self._emptied = 0
         self._gained: dict[int, int] = {}
         self._bytes: dict[Space, int] = {}
 
-    def make_room(self, space: Space, count: int, policy_of: Callable[[int], Policy]) -> bool:
+    def make_room(self, space: Space, count: int) -> bool:
         """Choose until `count` blocks of a namespace fit. False if that cannot be."""
         size = space.slot_bytes
         slots = count * space.shards
         if space.quota is not None:
             over = space.used + count * space.block_bytes - space.quota
-            own = self._ordered(policy_of(size), space)
-            if not self._take(own, lambda: self._bytes.get(space, 0) >= over):
+            if not self._take(self._ordered(size, space), lambda: self._bytes.get(space, 0) >= over):
                 return False
 
         def enough() -> bool:
@@ -48,7 +55,7 @@ class Plan:
         sizes = self._extents.sizes()
         held = sizes.get(size, 0)
         share = self._extents.total / len({*sizes, size})
-        choices = [self._ordered(policy_of(size)), self._whole_extents(size)]
+        choices = [self._ordered(size), self._whole_extents(size, sizes)]
         if held < share:
             choices.reverse()
         return any(self._take(choice, enough) for choice in choices)
@@ -64,58 +71,67 @@ class Plan:
             return True
 
     def _choose(self, block: Block) -> None:
-        if block in self.chosen:
-            return
         self.chosen[block] = None
         self._bytes[block.space] = self._bytes.get(block.space, 0) + block.space.block_bytes
         size = block.space.slot_bytes
         for slot in block.all_slots():
             number = extent_of(slot)
             extent = self._extents.extent(number)
+            assert extent is not None
             leaving = self._leaving[number] = self._leaving.get(number, 0) + 1
             self._gained[size] = self._gained.get(size, 0) + 1
             if leaving == extent.slots - extent.free:
                 # It will be nobody's: its slots count with the free extents from now on.
-                self._emptied.update(range(number, number + extent.run))
+                self._emptied |= (1 << extent.run) - 1 << number
                 self._gained[size] -= extent.slots
+        self._expose(block)
+
+    def _expose(self, block: Block) -> None:
+        """Offer what lies above, if this was its last descendant: it may go as well."""
+        above = block.parent
+        while above is not None:
+            orphaned = self._orphaned[above] = self._orphaned.get(above, 0) + 1
+            if orphaned < above.degree:
+                return
+            if above.state is not State.ABSENT:
+                if self._may_go(above):
+                    self._policy_of(above.space.slot_bytes).offer(above)
+                return
+            above = above.parent  # an absent node goes with its last descendant
 
     def _available(self, size: int) -> int:
         extents = self._extents
         return extents.spare(size) + self._gained.get(size, 0) + extents.unclaimed(size, self._emptied)
 
+    def _removable(self, block: Block) -> bool:
+        return block.state in EVICTABLE and not block.pins and block.key not in self._keep
+
     def _may_go(self, block: Block) -> bool:
         return (
-            block.state in EVICTABLE
-            and not block.pins
+            self._removable(block)
             and block not in self.chosen
-            and block.key not in self._wanted
-            and all(child in self.chosen for child in block.children())
+            and self._orphaned.get(block, 0) == block.degree
         )
 
-    def _ordered(self, policy: Policy, space: Space | None = None) -> Generator[Block, None, None]:
+    def _ordered(self, size: int, space: Space | None = None) -> Generator[Block, None, None]:
         """Blocks of one slot size, or of one namespace alone, in the policy's order."""
-        with contextlib.closing(policy.victims(self._may_go)) as victims:
-            for block in victims:
-                if space is None or block.space is space:
-                    yield block
+        return self._policy_of(size).victims(self._may_go, self._names, space)
 
-    def _whole_extents(self, size: int) -> Generator[Block, None, None]:
+    def _whole_extents(self, size: int, sizes: dict[int, int]) -> Generator[Block, None, None]:
         """The blocks of whole extents of other sizes: from the size that has most extents,
         the longest unused extent first."""
-        sizes = self._extents.sizes()
-        for other in sorted((other for other in sizes if other != size), key=lambda o: -sizes[o]):
-            numbers = self._extents.numbers(other)
-            for number in sorted(numbers, key=self._last_use):
-                yield from self._closure(number) or ()
 
-    def _last_use(self, number: int) -> int:
-        return max((block.used for block in self._residents.get(number, ())), default=0)
+        def order(window: set[Extent]) -> tuple[int, int]:
+            return -min(sizes[e.slot_bytes] for e in window), max(map(_last_use, window))
 
-    def _closure(self, number: int) -> list[Block] | None:
-        """An extent's blocks with all their descendants, tails first; None if one has to stay."""
+        for window in sorted(self._extents.windows(self._extents.run_of(size), size), key=order):
+            yield from self._closure(window) or ()
+
+    def _closure(self, window: set[Extent]) -> list[Block] | None:
+        """The extents' blocks with all their descendants, tails first; None if one has to stay."""
         order: list[Block] = []
         seen: set[Block] = set()
-        stack = [(block, False) for block in self._residents.get(number, ())]
+        stack = [(block, False) for extent in window for block in extent.blocks if block is not None]
         while stack:
             block, expanded = stack.pop()
             if expanded:
@@ -125,8 +141,12 @@ class Plan:
                 continue
             seen.add(block)
             if block.state is not State.ABSENT:
-                if block.state not in EVICTABLE or block.pins or block.key in self._wanted:
+                if not self._removable(block):
                     return None
                 stack.append((block, True))
             stack.extend((child, False) for child in block.children())
         return order
+
+
+def _last_use(extent: Extent) -> int:
+    return max((block.used for block in extent.blocks if block is not None), default=0)

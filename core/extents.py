@@ -1,12 +1,12 @@
 """Room of a tier, cut into extents that slot sizes take and give back (R8). Pure bookkeeping.
 
-A slot is an int, `extent << 32 | offset`, both in their plain units (offset in bytes).
+A slot is an int, `extent << 32 | offset`, both in their plain units (offset in bytes). What is
+free is kept as bits of an int: of a million extents the lowest is found in microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass, field
+from typing import Any
 
 from kvtide.core.errors import InvalidRequest
 from kvtide.core.settings import PAGE
@@ -29,21 +29,22 @@ def offset_of(slot: int) -> int:
     return slot & _OFFSET
 
 
-@dataclass(slots=True)
 class Extent:
-    """An extent (or a run of neighbours for one large image) while a slot size has it."""
+    """An extent (or a run of neighbours for one large image) while a slot size has it.
 
-    number: int
-    slot_bytes: int
-    slots: int
-    run: int = 1
-    fresh: int = 0
-    returned: set[int] = field(default_factory=set)
+    vacant: its free slots as bits; free: how many. blocks: what each slot holds, None if nothing.
+    """
 
-    @property
-    def free(self) -> int:
-        """Slots that nobody has."""
-        return self.slots - self.fresh + len(self.returned)
+    __slots__ = ("blocks", "free", "number", "run", "slot_bytes", "slots", "vacant")
+
+    def __init__(self, number: int, slot_bytes: int, slots: int, run: int) -> None:
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.run = run
+        self.free = slots
+        self.vacant = (1 << slots) - 1
+        self.blocks: list[Any] = [None] * slots
 
 
 class Extents:
@@ -57,7 +58,7 @@ class Extents:
             raise InvalidRequest("extent_bytes must be less than 4 GiB")
         self.extent_bytes = extent_bytes
         self.total = 0
-        self._free: set[int] = set()
+        self._free = 0
         self._taken: dict[int, Extent] = {}
         self._by_size: dict[int, dict[int, Extent]] = {}
         self._roomy: dict[int, dict[int, Extent]] = {}
@@ -65,9 +66,9 @@ class Extents:
 
     def add(self, number: int) -> None:
         """A new extent may be used from now on."""
-        if number in self._free or number in self._taken:
+        if self._free >> number & 1 or number in self._taken:
             raise InvalidRequest(f"extent {number} is already here")
-        self._free.add(number)
+        self._free |= 1 << number
         self.total += 1
 
     def run_of(self, size: int) -> int:
@@ -86,33 +87,42 @@ class Extents:
         """Free slots in the extents that a slot size has."""
         return self._spare.get(size, 0)
 
-    def unclaimed(self, size: int, emptied: Set[int] = frozenset()) -> int:
-        """Slots of this size that free extents could hold, were `emptied` free as well."""
+    def unclaimed(self, size: int, emptied: int = 0) -> int:
+        """Slots of this size that free extents could hold, were `emptied` (bits) free as well."""
         run = self.run_of(size)
-        if run == 1:
-            return (len(self._free) + len(emptied)) * self.per_extent(size)
-        return len(self._runs(run, emptied))
+        free = self._free | emptied
+        return free.bit_count() * self.per_extent(size) if run == 1 else len(_runs(free, run))
 
-    def extent(self, number: int) -> Extent:
-        """The extent (or the run that begins) with this number, which a slot size has."""
-        return self._taken[number]
+    def extent(self, number: int) -> Extent | None:
+        """What a slot size has at this number: an extent, or the run that it is part of."""
+        return self._taken.get(number)
 
     def sizes(self) -> dict[int, int]:
         """Extents that each slot size has."""
-        return {
-            size: sum(extent.run for extent in extents.values())
-            for size, extents in self._by_size.items()
-            if extents
-        }
+        return {size: len(have) * self.run_of(size) for size, have in self._by_size.items() if have}
 
-    def numbers(self, size: int) -> list[int]:
-        """The extents of a slot size."""
-        return list(self._by_size.get(size, {}))
+    def windows(self, run: int, size: int) -> list[set[Extent]]:
+        """What other slot sizes have, as sets of extents that make `run` free neighbours if emptied."""
+        if run == 1:
+            others = (have.values() for other, have in self._by_size.items() if other != size)
+            return [{extent} for have in others for extent in have]
+        here = self._free
+        for extents in self._by_size.values():
+            for extent in extents.values():
+                if extent.slot_bytes != size:
+                    here |= (1 << extent.run) - 1 << extent.number
+        windows = []
+        for first in range(here.bit_length() - run + 1):
+            if (here >> first) & (1 << run) - 1 == (1 << run) - 1:
+                taken = {self._taken[n] for n in range(first, first + run) if n in self._taken}
+                if taken:
+                    windows.append(taken)
+        return windows
 
     @property
     def free(self) -> int:
         """Extents that no slot size has."""
-        return len(self._free)
+        return self._free.bit_count()
 
     def take(self, size: int, count: int) -> list[int] | None:
         """`count` slots, from as few extents as there are, or None and no change."""
@@ -120,57 +130,77 @@ class Extents:
             return None
         taken: list[int] = []
         roomy = self._roomy.setdefault(size, {})
-        run = self.run_of(size)
         while len(taken) < count:
-            extent = next(iter(roomy.values()), None)
-            if extent is None:
-                extent = self._claim(min(self._free) if run == 1 else self._runs(run)[0], size)
+            if not roomy:
+                self._claim(size)
+            number, extent = roomy.popitem()
             while extent.free and len(taken) < count:
-                if extent.returned:
-                    index = extent.returned.pop()
-                else:
-                    index, extent.fresh = extent.fresh, extent.fresh + 1
-                taken.append(extent.number << 32 | index * size)
-            if not extent.free:
-                del roomy[extent.number]
-        self._spare[size] -= count
+                low = extent.vacant & -extent.vacant
+                extent.vacant ^= low
+                extent.free -= 1
+                taken.append(number << 32 | (low.bit_length() - 1) * size)
+            if extent.free:
+                roomy[number] = extent
+        self._spare[size] = self._spare.get(size, 0) - count
         return taken
 
-    def give(self, slot: int) -> None:
-        """A slot is free again; an extent that is empty belongs to nobody again."""
+    def hold(self, slot: int, block: object) -> None:
+        """Note what a taken slot holds."""
         extent = self._taken[extent_of(slot)]
-        index = offset_of(slot) // extent.slot_bytes
-        if index >= extent.fresh or index in extent.returned:
+        extent.blocks[offset_of(slot) // extent.slot_bytes] = block
+
+    def give(self, slot: int) -> None:
+        """A slot is free again; an extent that is empty belongs to nobody again.
+        Raises `InvalidRequest`, and changes nothing, for a slot that is not taken."""
+        number = extent_of(slot)
+        extent = self._taken.get(number)
+        index, odd = divmod(offset_of(slot), extent.slot_bytes) if extent else (0, 0)
+        if (
+            extent is None
+            or extent.number != number
+            or odd
+            or index >= extent.slots
+            or extent.vacant >> index & 1
+        ):
             raise InvalidRequest(f"slot {slot:#x} is not taken")
-        extent.returned.add(index)
-        self._spare[extent.slot_bytes] += 1
+        size = extent.slot_bytes
+        extent.vacant |= 1 << index
+        extent.free += 1
+        extent.blocks[index] = None
+        self._spare[size] += 1
         if extent.free < extent.slots:
-            self._roomy[extent.slot_bytes].setdefault(extent.number, extent)
+            self._roomy[size][number] = extent
             return
-        self._roomy[extent.slot_bytes].pop(extent.number, None)
-        self._spare[extent.slot_bytes] -= extent.slots
-        del self._by_size[extent.slot_bytes][extent.number]
-        del self._taken[extent.number]
-        self._free.update(range(extent.number, extent.number + extent.run))
+        self._roomy[size].pop(number, None)
+        self._spare[size] -= extent.slots
+        del self._by_size[size][number]
+        for part in range(number, number + extent.run):
+            del self._taken[part]
+        self._free |= (1 << extent.run) - 1 << number
 
-    def _claim(self, number: int, size: int) -> Extent:
+    def _claim(self, size: int) -> None:
         run = self.run_of(size)
-        self._free.difference_update(range(number, number + run))
+        number = _lowest(self._free) if run == 1 else _runs(self._free, run)[0]
         extent = Extent(number, size, self.per_extent(size), run)
-        self._taken[number] = extent
+        self._free &= ~((1 << run) - 1 << number)
+        for part in range(number, number + run):
+            self._taken[part] = extent
         self._by_size.setdefault(size, {})[number] = extent
-        self._roomy.setdefault(size, {})[number] = extent
+        self._roomy[size][number] = extent
         self._spare[size] = self._spare.get(size, 0) + extent.slots
-        return extent
 
-    def _runs(self, length: int, emptied: Set[int] = frozenset()) -> list[int]:
-        """First numbers of disjoint runs of free neighbours, lowest first."""
-        runs, streak = [], 0
-        previous = None
-        for number in sorted(self._free | emptied):
-            streak = streak + 1 if previous is not None and number == previous + 1 else 1
-            previous = number
-            if streak == length:
-                runs.append(number - length + 1)
-                streak = 0
-        return runs
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _runs(free: int, length: int) -> list[int]:
+    """First numbers of disjoint runs of free neighbours, lowest first."""
+    starts = free
+    for shift in range(1, length):
+        starts &= free >> shift
+    runs = []
+    while starts:
+        runs.append(_lowest(starts))
+        starts &= ~((1 << length) - 1 << runs[-1])
+    return runs

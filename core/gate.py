@@ -20,6 +20,7 @@ class Gate:
         self.bytes = 0
         self.copies = 0
         self._queue: deque[tuple[int, Start]] = deque()
+        self._admitting = False
 
     def __len__(self) -> int:
         """Copies that wait."""
@@ -46,11 +47,18 @@ class Gate:
         return False
 
     def _admit(self) -> None:
-        while self._queue:
-            nbytes, start = self._queue[0]
-            if self.copies and (self.bytes + nbytes > self.limit_bytes or self.copies >= self.limit_copies):
-                return
-            self._queue.popleft()
-            self.bytes += nbytes
-            self.copies += 1
-            start()
+        if self._admitting:
+            return  # a copy that ends as it starts: the loop below goes on, without nesting
+        self._admitting = True
+        try:
+            while self._queue:
+                nbytes, start = self._queue[0]
+                full = self.bytes + nbytes > self.limit_bytes or self.copies >= self.limit_copies
+                if self.copies and full:
+                    return
+                self._queue.popleft()
+                self.bytes += nbytes
+                self.copies += 1
+                start()
+        finally:
+            self._admitting = False

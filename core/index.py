@@ -1,7 +1,7 @@
 """The blocks of one tier, by name, as a tree of prefixes.
 
 A node whose block is absent stays while it has descendants, so that a block which comes back
-finds them. Nodes are small: a million of them must fit (see `kvtide bench core`).
+finds them. Nodes are small: a million of them must fit (see `kvtide bench`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class Block:
     """A block in one tier.
 
     slots: an int for one shard, a tuple of ints by rank for several, None while absent.
-    pins: leases and copies that hold it. used: the policy's clock at the last hit.
-    mark: the policy's own note (0: not known to it). offered: stands in the policy's queue.
+    pins: leases and copies that hold it. used: the clock at the last use.
+    mark: the policy's own note (0: not known to it). offered: its place in the policy's queue,
+    0 if it stands in none. degree: how many children it has.
     """
 
     __slots__ = (
         "child",
+        "degree",
         "key",
         "mark",
         "next",
@@ -65,7 +67,8 @@ class Block:
         self.slots: Any = None
         self.used = 0
         self.mark = 0
-        self.offered = False
+        self.offered = 0
+        self.degree = 0
         self.parent: Block | None = None
         self.child: Block | None = None
         self.next: Block | None = None
@@ -120,7 +123,9 @@ class Index:
             above = nodes.get(parent)
             if above is None:
                 above = nodes[parent] = Block(parent, space)
-            _link(node, above)
+            # An engine's own hashes may name each other in a circle; a walk would never end in it.
+            if node.child is None or not _descends(above, node):
+                _link(node, above)
         return node
 
     def prune(self, node: Block) -> Block | None:
@@ -153,19 +158,19 @@ class Index:
             _link(child, stand_in)
         return self.prune(stand_in)
 
-    def below(self, node: Block) -> Iterator[Block]:
-        """All descendants of a node, present or not."""
-        stack = list(node.children())
-        while stack:
-            at = stack.pop()
-            yield at
-            stack.extend(at.children())
+
+def _descends(node: Block, above: Block) -> bool:
+    at: Block | None = node
+    while at is not None and at is not above:
+        at = at.parent
+    return at is not None
 
 
 def _link(node: Block, above: Block) -> None:
     node.parent = above
     node.prev = None
     node.next = above.child
+    above.degree += 1
     if above.child is not None:
         above.child.prev = node
     above.child = node
@@ -174,6 +179,7 @@ def _link(node: Block, above: Block) -> None:
 def _unlink(node: Block) -> None:
     above = node.parent
     assert above is not None
+    above.degree -= 1
     if node.prev is None:
         above.child = node.next
     else:

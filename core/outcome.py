@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Generator
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from kvtide.core.errors import WouldBlockLoop
@@ -15,14 +17,15 @@ T = TypeVar("T")
 class Outcome(Generic[T]):
     """Waiting for it is cancellable and shared; cancelling one wait ends that wait alone."""
 
-    __slots__ = ("_error", "_lock", "_over", "_value", "_wakers")
+    __slots__ = ("_error", "_lock", "_over", "_trace", "_value", "_wakers")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._over = False
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._wakers: list[Callable[[], None]] = []
+        self._trace: TracebackType | None = None
+        self._wakers: dict[object, Callable[[], None]] = {}
 
     @property
     def over(self) -> bool:
@@ -47,9 +50,11 @@ class Outcome(Generic[T]):
             if self._over:
                 return False
             self._value, self._error, self._over = value, error, True
-            wakers, self._wakers = self._wakers, []
-        for wake in wakers:
-            wake()
+            self._trace = error.__traceback__ if error is not None else None
+            wakers, self._wakers = self._wakers, {}
+        with contextlib.ExitStack() as stack:  # all are woken, also if one of them raises
+            for wake in reversed(wakers.values()):
+                stack.callback(wake)
         return True
 
     def when_over(self, wake: Callable[[], None]) -> Callable[[], None]:
@@ -57,23 +62,25 @@ class Outcome(Generic[T]):
 
         Returns what takes the call back.
         """
+        token = object()
         with self._lock:
             if not self._over:
-                self._wakers.append(wake)
-                return lambda: self._forget(wake)
+                self._wakers[token] = wake
+                return lambda: self._forget(token)
         wake()
         return lambda: None
 
-    def _forget(self, wake: Callable[[], None]) -> None:
+    def _forget(self, token: object) -> None:
         with self._lock:
-            if wake in self._wakers:
-                self._wakers.remove(wake)
+            self._wakers.pop(token, None)
 
     def result(self) -> T:
         """The result, or raises the error. It has to be over."""
-        assert self._over
+        if not self._over:
+            raise asyncio.InvalidStateError("there is no result yet")
         if self._error is not None:
-            raise self._error
+            # Its own trace: every `raise` would make the one that all waiters share longer.
+            raise self._error.with_traceback(self._trace)
         return self._value  # type: ignore[return-value]
 
     def __await__(self) -> Generator[Any, None, T]:

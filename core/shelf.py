@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtide.core.errors import KVTideError, NoRoom
+from kvtide.core.errors import IllegalTransition, InvalidRequest, KVTideError, NoRoom
 from kvtide.core.eviction import Plan
-from kvtide.core.extents import Extents, extent_of
+from kvtide.core.extents import Extents
 from kvtide.core.index import Block, Index, Space
 from kvtide.core.policies import Policy
 from kvtide.core.policies import policy as make_policy
@@ -78,8 +78,6 @@ class Shelf:
         self.fills: dict[Block, Fill] = {}
         self._policy_name = policy
         self._policies: dict[int, Policy] = {}
-        self._spaces: dict[str, Space] = {}
-        self._residents: dict[int, set[Block]] = {}
         self._tick = 0
         self._serving = False
         self.states = dict.fromkeys(State, 0)
@@ -90,19 +88,10 @@ class Shelf:
     # -- looking up and pinning -------------------------------------------------------------
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Count a hit on a prefix, head first."""
-        self._tick += 1
-        by_size: dict[int, list[Block]] = {}
-        if not blocks:
-            return
-        size = blocks[0].space.slot_bytes
-        if all(block.space.slot_bytes == size for block in blocks):
-            by_size[size] = list(blocks)
-        else:
-            for block in blocks:
-                by_size.setdefault(block.space.slot_bytes, []).append(block)
-        for size, part in by_size.items():
-            self._policy(size).hit(part, self._tick)
+        """Count a hit on a prefix, head first; a prefix lies in one namespace."""
+        if blocks:
+            self._tick += 1
+            self._policy(blocks[0].space.slot_bytes).hit(blocks, self._tick)
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """Hold blocks: not evicted, their bytes not reused, until unpinned as often."""
@@ -114,7 +103,8 @@ class Shelf:
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Let go of blocks; room that becomes free goes to those who wait for it."""
         for block in blocks:
-            assert block.pins > 0, block
+            if block.pins < 1:
+                raise IllegalTransition(f"{block} is not pinned")
             block.pins -= 1
             if not block.pins:
                 self.pinned_bytes -= block.space.block_bytes
@@ -130,33 +120,44 @@ class Shelf:
     def reserve(self, space: Space, links: Sequence[Link], keep: Iterable[bytes] = ()) -> list[Block] | None:
         """Room for blocks that are absent here, or None and no change.
 
-        keep: names that may not go for it. What comes back is FILLING and pinned once, for the
-        transfer that fills it (R2).
+        keep: names that may not go for it; what the blocks hang on doesn't anyway. What comes
+        back is FILLING and pinned once, for the transfer that fills it (R2). Raises
+        `IllegalTransition` and changes nothing if one is here already.
         """
         if not links:
             return []
-        keys = [key for key, _ in links]
-        policy = self._policy(space.slot_bytes)
-        plan = Plan(self.extents, self._residents, {*keys, *keep})
-        if not plan.make_room(space, len(links), self._policy):
+        names = [key for key, _ in links]
+        self._check_absent(names)
+        nbytes = len(links) * space.block_bytes
+        if self.pinned_bytes + nbytes > self.extents.total * self.extents.extent_bytes:
+            return None  # whatever could be evicted
+        kept = {*keep, *(parent for _, parent in links if parent is not None)}
+        plan = Plan(self.extents, self._policy, names, kept)
+        made = plan.make_room(space, len(links))
+        # What was refused for this plan's sake alone is offered to the next.
+        kept.difference_update(names)
+        for name in kept if made else (*kept, *(block.key for block in plan.chosen)):
+            node = self.index.nodes.get(name)
+            if node is not None:
+                self._offer(node)
+        if not made:
             return None
-        policy.miss(keys)
-        for victim in plan.chosen:
-            self._evict(victim)
-        slots = self.extents.take(space.slot_bytes, len(links) * space.shards)
-        assert slots is not None, "the plan freed less than it promised"
-        self._spaces[space.name] = space
-        blocks = []
-        for number, (key, parent) in enumerate(links):
-            block = self.index.node(key, parent, space)
+        self._tick += 1
+        blocks = [self.index.node(key, parent, space) for key, parent in links]
+        for block in blocks:
             block.space = space
             self._step(block, Step.RESERVE)
+        # The policy learns who comes before it sees who goes.
+        self._policy(space.slot_bytes).enter(blocks, self._tick)
+        for victim in plan.chosen:
+            self._evict(victim)
+        slots = self.extents.take(space.slot_bytes, len(blocks) * space.shards)
+        assert slots is not None, "the plan freed less than it promised"
+        for number, block in enumerate(blocks):
             own = slots[number * space.shards : (number + 1) * space.shards]
             block.slots = own[0] if space.shards == 1 else tuple(own)
-            for extent in {extent_of(slot) for slot in own}:
-                self._residents.setdefault(extent, set()).add(block)
-            blocks.append(block)
-        nbytes = len(blocks) * space.block_bytes
+            for slot in own:
+                self.extents.hold(slot, block)
         space.used += nbytes
         self.used_bytes += nbytes
         self.pin(blocks)
@@ -164,11 +165,9 @@ class Shelf:
 
     def capacity(self, space: Space) -> int:
         """How many blocks of a namespace could ever be held at once, when all extents are here."""
-        run = self.extents.run_of(space.slot_bytes)
-        slots = (
-            max(self.extents.total, self.planned_extents) // run * self.extents.per_extent(space.slot_bytes)
-        )
-        blocks = slots // space.shards
+        size = space.slot_bytes
+        runs = max(self.extents.total, self.planned_extents) // self.extents.run_of(size)
+        blocks = runs * self.extents.per_extent(size) // space.shards
         return blocks if space.quota is None else min(blocks, space.quota // space.block_bytes)
 
     def ask(self, claim: Claim) -> None:
@@ -191,8 +190,12 @@ class Shelf:
             return  # an attempt that frees something does not overtake itself
         self._serving = True
         try:
-            while self.claims and self.claims[0].attempt():
-                self.claims.popleft()
+            while self.claims:
+                claim = self.claims[0]
+                if not claim.attempt():
+                    break
+                if self.claims and self.claims[0] is claim:  # else it has withdrawn itself
+                    self.claims.popleft()
         finally:
             self._serving = False
 
@@ -212,24 +215,23 @@ class Shelf:
 
         clean: a lower tier has it already.
         """
+        if block.state is not State.DOOMED:
+            self._step(block, Step.PUBLISH_DIRTY if self.spills and not clean else Step.PUBLISH_CLEAN)
+            self._offer(block)
         self.fills.pop(block, None)
-        if block.state is State.DOOMED:
-            return
-        dirty = self.spills and not clean
-        self._step(block, Step.PUBLISH_DIRTY if dirty else Step.PUBLISH_CLEAN)
-        self._tick += 1
-        self._policy(block.space.slot_bytes).admit(block, self._tick)
-        # What was reserved below may have come sooner; it is offered when it is a leaf.
-        self._offer(block)
 
     def abort(self, block: Block) -> None:
-        """Its bytes will not come: free the room unless somebody still copies into it."""
+        """Its bytes will not come: free the room unless somebody else holds it, too.
+
+        Nobody who waits is served yet; `unpin` does that, when the caller has let go of all.
+        """
         if block.state is State.DOOMED:
             return
         if block.pins > 1:
-            self.forget(block)
+            self._doom(block)
             return
         self._step(block, Step.ABORT)
+        self._policy(block.space.slot_bytes).leave(block, evicted=False)
         self._depart(block)
 
     def pause(self, block: Block) -> None:
@@ -268,23 +270,19 @@ class Shelf:
 
         Its descendants are unreachable and go first. True if the room is free at once.
         """
+        freed = not block.pins
+        if freed:
+            self._step(block, Step.DROP)
+            self._demote_below(block)
+            self._policy(block.space.slot_bytes).leave(block, evicted=False)
+            self._depart(block)
+        else:
+            self._doom(block)
         self.counts.forgotten += 1
         self.counts.corrupt += corrupt
-        for below in self.index.below(block):
-            if below.state in HELD:
-                self._policy(below.space.slot_bytes).demote(below)
-        if block.pins:
-            self._step(block, Step.DOOM)
-            self._policy(block.space.slot_bytes).leave(block, evicted=False)
-            stays = self.index.forget(block)
-            if stays is not None:
-                self._offer(stays)
-            return False
-        self._step(block, Step.DROP)
-        self._policy(block.space.slot_bytes).leave(block, evicted=False)
-        self._depart(block)
-        self.serve()
-        return True
+        if freed:
+            self.serve()
+        return freed
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -293,6 +291,15 @@ class Shelf:
         if found is None:
             found = self._policies[size] = make_policy(self._policy_name)
         return found
+
+    def _check_absent(self, names: Sequence[bytes]) -> None:
+        if len(set(names)) != len(names):
+            raise InvalidRequest("one reservation names a block twice")
+        nodes = self.index.nodes
+        for name in names:
+            node = nodes.get(name)
+            if node is not None and node.state is not State.ABSENT:
+                raise IllegalTransition(f"{node} is here already")
 
     def _step(self, block: Block, step: Step) -> None:
         before = block.state
@@ -310,9 +317,6 @@ class Shelf:
     def _free(self, block: Block) -> None:
         self.fills.pop(block, None)
         for slot in block.all_slots():
-            residents = self._residents.get(extent_of(slot))
-            if residents is not None:
-                residents.discard(block)
             self.extents.give(slot)
         block.slots = None
         block.space.used -= block.space.block_bytes
@@ -327,6 +331,24 @@ class Shelf:
         stays = self.index.prune(block)
         if stays is not None:
             self._offer(stays)
+
+    def _doom(self, block: Block) -> None:
+        """Its name goes, its bytes stay until the last pin is gone."""
+        self._step(block, Step.DOOM)
+        self._demote_below(block)
+        self._policy(block.space.slot_bytes).leave(block, evicted=False)
+        stays = self.index.forget(block)
+        if stays is not None:
+            self._offer(stays)
+
+    def _demote_below(self, block: Block) -> None:
+        """Its descendants are unreachable and go first."""
+        stack = list(block.children())
+        while stack:
+            at = stack.pop()
+            # Below what was demoted already, all was: forgetting a chain head first stays linear.
+            if at.state is State.ABSENT or self._policy(at.space.slot_bytes).demote(at):
+                stack.extend(at.children())
 
     def _evict(self, block: Block) -> None:
         self._step(block, Step.EVICT)

@@ -72,6 +72,7 @@ TABLE: dict[tuple[State, Step], State] = {
     (_S.DIRTY, _T.DROP): _S.ABSENT,
     (_S.CLEAN, _T.DROP): _S.ABSENT,
     (_S.FILLING, _T.DOOM): _S.DOOMED,
+    (_S.PARTIAL, _T.DOOM): _S.DOOMED,
     (_S.DIRTY, _T.DOOM): _S.DOOMED,
     (_S.SPILLING, _T.DOOM): _S.DOOMED,
     (_S.CLEAN, _T.DOOM): _S.DOOMED,

@@ -9,8 +9,10 @@
       lane        a stream with its staging and tables
       enqueue     chunk after chunk over the lanes
       pack        the Triton kernels
+      cudajob     a job in flight
       foreign     other people's streams and events
-    fake        a device for tests of ordering and failure: streams that can be held, errors on demand
+    fake        for tests of ordering and failure: errors on demand, streams that can be held
+      fakestream  those streams, and their events
     pool        bounded pools
     worker      the thread that submits
     bridge      the threads that wait; `completed`

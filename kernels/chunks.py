@@ -18,6 +18,9 @@ PITCH = 512
 COPY = 64 << 10
 """Bytes from which a copy engine's cost is its bytes, and no more its descriptor."""
 
+RAMP = 4 << 20
+"""Bytes of the first chunk; it takes the link as long as submitting the next takes Python."""
+
 ROW = 4
 """int64 a row of the tile table: address in page 0, page stride, bytes, offset in the piece."""
 
@@ -95,12 +98,18 @@ def coarse(
 
 
 def batches(count: int, pitch: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of blocks whose pieces fit staging, small enough that packing and copying overlap."""
+    """Ranges of blocks whose pieces fit staging.
+
+    Small at the beginning and at the end: the link is idle while the first is packed, and while the
+    last is unpacked.
+    """
     fits = limit // pitch
-    fine = max(-(-count // 16), -(-(4 << 20) // pitch))
-    step = max(1, min(fits, fine))
-    for first in range(0, count, step):
-        yield first, min(count, first + step)
+    least = min(fits, max(1, -(-RAMP // pitch)))
+    first, step = 0, least
+    while first < count:
+        size = max(least, min(step, fits, (count - first) // 2))
+        yield first, min(count, first + size)
+        first, step = first + size, step * 2
 
 
 def _fitting(spans: tuple[Span, ...], limit: int) -> Iterator[Span]:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from ctypes import memmove
 
-from kvtide.kernels.device import Direction, Event, Job, Stream
+from kvtide.kernels.device import Direction, Event, Job, Span, Stream
 
 _HAPPENED: Event = object()
 
@@ -36,6 +36,9 @@ class CpuDevice:
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         yield
+
+    def prepare(self, spans: tuple[Span, ...], groups: tuple[int, ...]) -> None:
+        del spans, groups
 
     def record(self, stream: Stream) -> Event:
         if stream is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 from kvtide.kernels import pinned
 from kvtide.kernels.chunks import PITCH, Piece, coarse, pieces
-from kvtide.kernels.device import DeviceError, Direction, Event, Job, Stream
-from kvtide.kernels.enqueue import chunks_of, packed, plain
-from kvtide.kernels.foreign import Relays, stream_handle
+from kvtide.kernels.cudajob import CudaSubmitted
+from kvtide.kernels.device import DeviceError, Direction, Event, Job, Span, Stream
+from kvtide.kernels.enqueue import chunks_of, packed, plain, prepare
+from kvtide.kernels.foreign import Mark, Relays, end_event, make_event
 from kvtide.kernels.lane import Copier, Lane
 from kvtide.kernels.pool import Pool
 from kvtide.kernels.runtime import FATAL, check, cudadrv, cudart, device_count, error_of
@@ -70,9 +70,8 @@ class CudaDevice:
             )
             for direction in Direction
         }
-        self._events = Pool(f"cuda:{index} events", self._make_event, self._end_event, max_events)
-        self._marks = Pool(f"cuda:{index} marks", self._make_event, self._end_event, max_events)
-        self._relays = Relays(index, self._marks)
+        self._events = Pool(f"cuda:{index} events", make_event, end_event, max_events)
+        self._relays = Relays(index, max_events)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -102,28 +101,44 @@ class CudaDevice:
             elif before != self.index:
                 check("cudaSetDevice", runtime.cudaSetDevice(before))
 
-    def record(self, stream: Stream) -> Event:
-        """Record on a `torch.cuda.Stream` or raw handle of this device.
+    def prepare(self, spans: tuple[Span, ...], groups: tuple[int, ...]) -> None:
+        if self.path == "plain":
+            return
+        for direction, lanes in self._lanes.items():
+            store = direction is Direction.STORE
+            cut = pieces(spans, (len(spans),) if store else coarse(spans, groups)[0], self.staging)
+            with self.guard():
+                taken = lanes.take(timeout=PATIENCE)
+                try:
+                    prepare(cut, taken[0], store)
+                finally:
+                    lanes.give(taken)
+
+    def record(self, stream: Stream) -> Mark:
+        """Mark a `torch.cuda.Stream` or raw handle of this device; never blocks on a full stream.
 
         Raises `TypeError` for what is no stream, `ValueError` for a stream of another device,
         `PoolExhausted`, and `DeviceError`, also for a stream under graph capture: an event of a
         graph cannot be waited for.
         """
-        handle = stream_handle(stream, self.index)
         with self.guard():
-            return self._relays.record(handle)
+            return self._relays.record(stream)
 
-    def observe(self, event_or_stream: Any) -> tuple[Event, Hashable]:
+    def observe(self, event_or_stream: Any) -> tuple[Mark, Hashable]:
         """For `kvtide.completed`: see `foreign.Relays`."""
         with self.guard():
             return self._relays.observe(event_or_stream)
 
-    def recycle(self, event: Event) -> None:
+    def recycle(self, event: Mark) -> None:
         self._relays.recycle(event)
 
     def synchronize(self, event: Event) -> None:
-        event = self._relays.recorded(event, PATIENCE)
-        check("cudaEventSynchronize", cudart().cudaEventSynchronize(event))
+        """Wait for a job's `done` or for a mark."""
+        if isinstance(event, Mark):
+            with self.guard():
+                self._relays.sleep_until(event, PATIENCE)
+        else:
+            check("cudaEventSynchronize", cudart().cudaEventSynchronize(event))
 
     def register(self, address: int, nbytes: int) -> int:
         with self.guard():
@@ -150,15 +165,17 @@ class CudaDevice:
         with self.guard():
             after = job.after
             if after is not None:
-                after = self._relays.recorded(after, PATIENCE)
+                after = self._relays.event_of(after, PATIENCE)
             lanes = self._lanes[job.direction].take(wanted, timeout=PATIENCE)
             try:
-                needed = wanted + (wanted * len(ends) if load else 0)
+                needed = wanted - 1 + (wanted * len(ends) if load else 0)
                 events = self._events.take(needed, timeout=PATIENCE)
             except BaseException:
                 self._lanes[job.direction].give(lanes)
                 raise
-            submitted = CudaSubmitted(self, job.direction, lanes, events, place)
+            submitted = CudaSubmitted(
+                self, lanes, events, place, functools.partial(self._take_back, job.direction)
+            )
             try:
                 self._enqueue(job, after, ends, cut, submitted)
             except BaseException as error:
@@ -171,11 +188,12 @@ class CudaDevice:
 
     def statistics(self) -> dict[str, int]:
         store, load = (self._lanes[direction].statistics() for direction in Direction)
-        events, marks = self._events.statistics(), self._marks.statistics()
+        events, marks = self._events.statistics(), self._relays.marks.statistics()
+        relays = self._relays.streams()
         return {
-            "streams_live": store["live"] + load["live"] + self._relays.live,
-            "streams_free": store["free"] + load["free"],
-            "streams_bound": store["bound"] + load["bound"] + self._relays.bound,
+            "streams_live": store["live"] + load["live"] + relays["live"],
+            "streams_free": store["free"] + load["free"] + relays["free"],
+            "streams_bound": store["bound"] + load["bound"] + relays["bound"],
             "streams_waiting": store["waiting"] + load["waiting"],
             "events_live": events["live"] + marks["live"],
             "events_free": events["free"] + marks["free"],
@@ -186,7 +204,7 @@ class CudaDevice:
 
     def close(self) -> None:
         with self.guard():
-            for pool in (*self._lanes.values(), self._events, self._marks):
+            for pool in (*self._lanes.values(), self._events):
                 pool.close()
             self._relays.close()
 
@@ -217,7 +235,12 @@ class CudaDevice:
         for lane in lanes[1:]:
             event = submitted.mark(lane)
             check("cudaStreamWaitEvent", runtime.cudaStreamWaitEvent(lanes[0].stream, event, 0))
-        submitted.done = submitted.mark(lanes[0])
+        check("cudaEventRecord", runtime.cudaEventRecord(lanes[0].done, lanes[0].stream))
+
+    def _take_back(self, direction: Direction, lanes: list[Lane], events: list[Event], failed: bool) -> None:
+        """After an error streams and events are not to be trusted: others take their room."""
+        (self._lanes[direction].discard if failed else self._lanes[direction].give)(lanes)
+        (self._events.discard if failed else self._events.give)(events)
 
     def _launch_error(self, lane: Lane, error: RuntimeError) -> DeviceError:
         """Triton and torch raise plain RuntimeErrors; ask the driver whether the device is lost."""
@@ -234,71 +257,3 @@ class CudaDevice:
     def _end_lane(self, lane: Lane) -> None:
         self._lane_list.remove(lane)
         lane.close()
-
-    @staticmethod
-    def _make_event() -> Event:
-        runtime = cudart()
-        flags = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
-        return check("cudaEventCreateWithFlags", runtime.cudaEventCreateWithFlags(flags))
-
-    @staticmethod
-    def _end_event(event: Event) -> None:
-        cudart().cudaEventDestroy(event)  # an error here means the device is lost, and the event too
-
-
-class CudaSubmitted:
-    """A job in flight: its lanes, its events, and the events at the ends of groups."""
-
-    done: Event
-
-    def __init__(
-        self,
-        device: CudaDevice,
-        direction: Direction,
-        lanes: list[Lane],
-        events: list[Event],
-        place: Sequence[int],
-    ) -> None:
-        self.lanes = lanes
-        self.groups: list[list[Event]] = []
-        self._device = device
-        self._direction = direction
-        self._events = events
-        self._place = place
-        self._unused = list(events)
-        self._released = False
-        self._lock = threading.Lock()
-
-    def mark(self, lane: Lane) -> Event:
-        """Record one of the job's events on a lane."""
-        event = self._unused.pop()
-        check("cudaEventRecord", cudart().cudaEventRecord(event, lane.stream))
-        return event
-
-    def wait_on(self, stream: Stream, group: int) -> None:
-        """For a store, whatever the group, the whole job: its images are whole at the end."""
-        handle = stream_handle(stream, self._device.index)
-        with self._device.guard(), self._lock:
-            if self._released:
-                return
-            for event in self.groups[self._place[group]] if self.groups else [self.done]:
-                check("cudaStreamWaitEvent", cudart().cudaStreamWaitEvent(handle, event, 0))
-
-    def drain(self) -> None:
-        """Block until nothing of a half-enqueued job runs. Errors say the same: nothing runs."""
-        for lane in self.lanes:
-            cudart().cudaStreamSynchronize(lane.stream)
-        cudart().cudaGetLastError()
-
-    def release(self, *, failed: bool = False) -> None:
-        with self._lock:
-            if self._released:
-                return
-            self._released = True
-        lanes, events = self._device._lanes[self._direction], self._device._events
-        if failed:
-            lanes.discard(self.lanes)
-            events.discard(self._events)
-        else:
-            lanes.give(self.lanes)
-            events.give(self._events)

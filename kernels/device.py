@@ -101,6 +101,12 @@ class Device(Protocol):
         Raises `DeviceError` before the body runs if the device cannot be set (R18).
         """
 
+    def prepare(self, spans: tuple[Span, ...], groups: tuple[int, ...]) -> None:
+        """Make ready for jobs over these spans: what is compiled or loaded at first use, is now.
+
+        Compiling takes a second and the GIL: without this, the first job stalls the loop. Blocks.
+        """
+
     def record(self, stream: Stream) -> Event:
         """Record a pooled event on the engine's stream, at once, on any thread."""
 

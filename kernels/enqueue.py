@@ -16,6 +16,18 @@ GroupEnds = Callable[[int], None]
 WaitAfter = Callable[[Lane], None]
 
 
+def prepare(cut: Sequence[Piece], lane: Lane, packing: bool) -> None:
+    """Compile and load the kernels of these pieces, and make the lane's staging."""
+    import torch
+
+    from kvtide.kernels.pack import compile_for
+
+    lane.staging()
+    with torch.cuda.stream(lane.torch_stream):
+        for piece in {(piece.width, piece.tile): piece for piece in cut}.values():
+            compile_for(piece, packing)
+
+
 def chunks_of(job: Job, cut: Sequence[Piece], staging: int) -> int:
     """How many chunks `packed` will make: more lanes than chunks are of no use."""
     count = len(job.blocks)

@@ -15,12 +15,12 @@ from collections.abc import Hashable, Iterator
 from ctypes import memmove
 from typing import Any
 
-from kvtide.kernels.device import DeviceError, DeviceLost, Direction, Event, Job
+from kvtide.kernels.device import DeviceError, DeviceLost, Direction, Event, Job, Span
 from kvtide.kernels.fakestream import FakeEvent, FakeStream, FakeSubmitted
 from kvtide.kernels.pool import Pool
 
 CALLS = frozenset(
-    {"set_device", "get_device", "record", "submit", "copy", "wait_on", "synchronize", "register"}
+    {"set_device", "get_device", "prepare", "record", "submit", "copy", "wait_on", "synchronize", "register"}
 )
 
 _current = threading.local()
@@ -127,6 +127,10 @@ class FakeDevice:
             yield
         finally:
             _current.index = before
+
+    def prepare(self, spans: tuple[Span, ...], groups: tuple[int, ...]) -> None:
+        del spans, groups
+        self._call("prepare")
 
     def record(self, stream: Any) -> Event:
         if not isinstance(stream, FakeStream):

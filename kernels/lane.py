@@ -13,6 +13,7 @@ from ctypes import memmove
 from typing import Any
 
 from kvtide.kernels.chunks import PITCH
+from kvtide.kernels.foreign import end_event, make_event
 from kvtide.kernels.runtime import check, cudart
 
 BATCH = 4096
@@ -38,6 +39,8 @@ class Lane:
             runtime.cudaStreamNonBlocking, greatest if high else least
         )
         self.stream = int(check("cudaStreamCreateWithPriority", made))
+        # The one event that a thread waits for; see foreign.Sleeper for why there is only one.
+        self.done = make_event(blocking=True)
 
     @property
     def staging_live(self) -> int:
@@ -84,6 +87,7 @@ class Lane:
     def close(self) -> None:
         """Free everything. Errors are of no use here: a lost device has freed it already."""
         runtime = cudart()
+        end_event(self.done)
         runtime.cudaStreamDestroy(self.stream)
         for host, device in [*self._retired, (self._table_host, self._table_device)]:
             if host:

@@ -17,6 +17,10 @@ PROGRAMS = 32
 """Programs a launch: enough for several times the link's speed, few enough for a busy GPU."""
 
 
+_ADDRESS = 1 << 40
+"""Triton compiles anew for integers of another size: addresses are large."""
+
+
 @triton.jit(do_not_specialize=["table", "ids", "staging", "pitch", "tiles", "total"])
 def _move(
     table,  # address of int64 [tiles, 4]: address in page 0, page stride, bytes, offset in staging
@@ -78,10 +82,19 @@ def unpack(piece: Piece, table: int, ids: int, blocks: int, staging: int) -> Non
     _launch(piece, table, ids, blocks, staging, False)
 
 
+def compile_for(piece: Piece, packing: bool) -> None:
+    """Compile and load the kernel of a piece: a launch that has nothing to do."""
+    _start(piece, _ADDRESS, _ADDRESS, _ADDRESS, 0, packing)
+
+
 def _launch(piece: Piece, table: int, ids: int, blocks: int, staging: int, packing: bool) -> None:
     total = piece.tiles * blocks
     if total:
-        _move[(min(PROGRAMS, total),)](
-            table, ids, staging, piece.pitch, piece.tiles, total,
-            WIDTH=piece.width, TILE=piece.tile, PACK=packing, num_warps=4,
-        )  # fmt: skip
+        _start(piece, table, ids, staging, total, packing)
+
+
+def _start(piece: Piece, table: int, ids: int, staging: int, total: int, packing: bool) -> None:
+    _move[(max(1, min(PROGRAMS, total)),)](
+        table, ids, staging, piece.pitch, piece.tiles, total,
+        WIDTH=piece.width, TILE=piece.tile, PACK=packing, num_warps=4,
+    )  # fmt: skip

@@ -197,16 +197,28 @@ class Arena:
         if stuck or keep:
             return stuck
         try:
-            if self.pin_device is not None:
-                with self.pin_device.guard():
-                    for number in self._registered:
-                        self.pin_device.unregister(self.base + number * self.extent_bytes)
-            self._registered.clear()
+            self._unpin()
             self._bytes.release()
             self._map.close()
         except (DeviceError, BufferError) as error:
             stuck.append(f"host memory: {error}")
         return stuck
+
+    def _unpin(self) -> None:
+        """Unregister everything; what the driver refuses stays mapped, and is an error at the end."""
+        device = self.pin_device
+        if device is None:
+            return
+        refused: DeviceError | None = None
+        with device.guard():
+            for number in self._registered:
+                try:
+                    device.unregister(self.base + number * self.extent_bytes)
+                except DeviceError as error:
+                    refused = error
+        self._registered.clear()
+        if refused is not None:
+            raise refused
 
 
 def _populate(address: int, nbytes: int) -> None:

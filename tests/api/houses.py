@@ -1,5 +1,6 @@
 """Caches on CPU memory, with real pages or with pages of a fake device."""
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -60,6 +61,13 @@ class Memory:
         return [self.block(number) for number in numbers]
 
 
+async def until(what: Callable[[], bool]) -> None:
+    """Let the cache's tasks run until something is so."""
+    async with asyncio.timeout(5.0):
+        while not what():
+            await asyncio.sleep(0.001)
+
+
 UNTOUCHED = b"\xee" * (2 * CELL)
 
 
@@ -98,6 +106,8 @@ def devices(*fakes: FakeDevice) -> Callable[[str, int], Device]:
     def device_for(kind: str, index: int) -> Device:
         if kind == "cpu":
             return cpu
+        if kind != "cuda":
+            raise ValueError(f"no device of kind {kind!r}")
         for fake in fakes:
             if fake.index == index:
                 return fake

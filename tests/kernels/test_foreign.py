@@ -39,7 +39,12 @@ def test_completed_on_events_streams_and_handles() -> None:
         await asyncio.gather(*late[:2])
         assert event.query()
         with torch.cuda.stream(stalled):
-            torch.cuda._sleep(100_000_000)
+            torch.cuda._sleep(400_000_000)
+            event.record()
+        begun = time.perf_counter()
+        many = [completed((stalled, free, event)[i % 3]) for i in range(1500)]
+        assert time.perf_counter() - begun < 0.15, "watching a stalled stream blocked the caller"
+        await asyncio.gather(*many)
         await asyncio.gather(*[completed(stalled if i % 2 else free) for i in range(2000)])
         latencies = []
         for _ in range(500):

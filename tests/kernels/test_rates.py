@@ -30,6 +30,7 @@ def test_rates_are_printed() -> None:
         image, total = planes * nbytes, planes * nbytes * count
         for path in ("packed", "plain"):
             device = CudaDevice(0, path=path)
+            device.prepare(tuple(spans), tuple(range(2, planes + 1, 2)))
             host = Host(device, count, image, a_piece=max(1, (16 << 20) // image))
             blocks = random.Random(1).sample(range(pool), count)
             slots = random.Random(2).sample(range(count), count)
