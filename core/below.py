@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtide.core.errors import CorruptImage, KVTideError, NoRoom, TierFailed
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 SPILLS_AT_ONCE = 8
 FAILURES_TO_CLOSE = 3
-
-Failed = Callable[[Block, str], None]
-"""Told of a block that could not be promoted, with the reason."""
 
 
 class Below:
@@ -85,7 +82,7 @@ class Below:
                 for rank in range(block.space.shards):
                     label = self._label(block, rank)
                     image = self._cache.image(block, rank)
-                    await self.tier.write(target.slot(rank), label, image)
+                    await self._io(self.tier.write(target.slot(rank), label, image))
             ok = True
         except NoRoom:
             again = True  # paced by the deadline of the wait that just ended
@@ -156,69 +153,69 @@ class Below:
 
     # -- promoting ----------------------------------------------------------------------------
 
-    def promote(self, blocks: Sequence[Block], below: Sequence[Block], failed: Failed) -> None:
+    def promote(self, blocks: Sequence[Block], below: Sequence[Block]) -> None:
         """Fill reserved host blocks from here. Called under the lock; ends every fill."""
-        self._cache.tasks.spawn("promote", self._promote(list(blocks), list(below), failed))
+        self._cache.tasks.spawn("promote", self._promote(dict(zip(blocks, below, strict=True))))
 
-    async def _promote(self, blocks: list[Block], below: list[Block], failed: Failed) -> None:
-        left = dict(zip(blocks, below, strict=True))
+    async def _promote(self, left: dict[Block, Block]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for block, source in zip(blocks, below, strict=True):
-                    group.create_task(self._promote_one(block, source, failed, left))
+                for block in list(left):
+                    group.create_task(self._promote_one(block, left))
         finally:
             # Whatever ended this, nobody waits for what will not come.
             with self._cache.lock:
                 for block in list(left):
-                    self._end_fill(block, left, None, failed, "tier_failed")
+                    self._end_fill(block, left, "tier_failed")
 
-    async def _promote_one(
-        self, block: Block, source: Block, failed: Failed, left: dict[Block, Block]
-    ) -> None:
+    async def _promote_one(self, block: Block, left: dict[Block, Block]) -> None:
+        source = left[block]
         error: KVTideError | None = None
-        reason = ""
+        failure = ""
         try:
             for rank in range(block.space.shards):
-                await self.tier.read(
-                    source.slot(rank), self._label(block, rank), self._cache.image(block, rank)
-                )
+                into = self._cache.image(block, rank)
+                await self._io(self.tier.read(source.slot(rank), self._label(block, rank), into))
         except CorruptImage as corrupt:
-            error, reason = corrupt, "corrupt"
+            error, failure = corrupt, "corrupt"
         except TierFailed as broken:
-            error, reason = broken, "tier_failed"
+            error, failure = broken, "tier_failed"
         with self._cache.lock:
-            if isinstance(error, CorruptImage) and source.state is not State.DOOMED:
-                self.shelf.forget(source, corrupt=True)
+            if isinstance(error, CorruptImage):
+                if source.state is not State.DOOMED:
+                    self.shelf.forget(source, corrupt=True)
             elif error is not None:
                 self._failed(error)
             else:
                 self._worked()
-            self._end_fill(block, left, error is None, failed, reason)
+            self._end_fill(block, left, failure)
 
-    def _end_fill(
-        self,
-        block: Block,
-        left: dict[Block, Block],
-        arrived: bool | None,
-        failed: Failed,
-        reason: str,
-    ) -> None:
+    def _end_fill(self, block: Block, left: dict[Block, Block], failure: str) -> None:
         if left.pop(block, None) is None:
             return
         host = self._cache.host
         fill = host.fills.get(block)
-        if arrived:
+        if failure:
+            host.abort(block)
+        else:
             host.publish(block, clean=True)
             self._cache.promoted_blocks += 1
-        else:
-            failed(block, reason)
-            host.abort(block)
         if block.pins:
             host.unpin([block])
         if fill is not None:
+            fill.failure = failure
             fill.wake()
 
     # -- failing ------------------------------------------------------------------------------
+
+    async def _io(self, work: Awaitable[None]) -> None:
+        """The edge at which what a tier raises becomes ours (R11)."""
+        try:
+            await work
+        except KVTideError:
+            raise
+        except Exception as error:  # a tier's author may let anything through
+            raise TierFailed(f"{type(error).__name__}: {error}") from error
 
     def _label(self, block: Block, rank: int) -> Label:
         namespace = self._cache.namespaces[block.space.name]

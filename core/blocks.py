@@ -62,16 +62,20 @@ class Namespace:
         return sum(nbytes for nbytes, _ in self.planes)
 
     def root(self, salt: bytes | str | None = None) -> bytes:
-        """The parent of every first block: HMAC-SHA256 keyed by the tenant's salt."""
-        key = salt.encode() if isinstance(salt, str) else salt or b""
-        return hmac.digest(key, self.digest, "sha256")
+        """The parent of every first block: HMAC-SHA256 keyed by the tenant's salt.
+        Raises `InvalidRequest` for a salt that is neither bytes nor text."""
+        try:
+            key = salt.encode() if isinstance(salt, str) else b"" if salt is None else salt
+            return hmac.digest(key, self.digest, "sha256")
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest(f"salt must be bytes or text: {error}") from error
 
 
 def hash_chain(root: bytes, tokens: Sequence[int], block_tokens: int, extra: Extra = b"") -> list[bytes]:
     """Hashes of the full blocks of `tokens`, each over (parent, tokens, extra).
 
     tokens: ids in [0, 2**32), any sequence or array of integers. A partial tail has no hash.
-    Raises `InvalidRequest` for other ids.
+    Raises `InvalidRequest` for other ids, and for an `extra` that is not bytes.
     """
     packed = _pack(tokens)
     step = 4 * block_tokens
@@ -88,6 +92,8 @@ def hash_chain(root: bytes, tokens: Sequence[int], block_tokens: int, extra: Ext
             parent = digest.digest()
             chain.append(parent)
         return chain
+    if not isinstance(extra, Mapping) or not all(isinstance(value, bytes) for value in extra.values()):
+        raise InvalidRequest("extra must be bytes, or bytes by block number")
     for number, at in enumerate(range(0, len(packed) - step + 1, step)):
         parent = sha256(parent + packed[at : at + step] + extra.get(number, b"")).digest()
         chain.append(parent)
@@ -99,6 +105,8 @@ def _pack(tokens: Sequence[int]) -> bytes:
     try:
         # Arrays and tensors iterate as boxed scalars; their own conversion is far faster.
         plain = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+        if isinstance(plain, bytes | bytearray):  # an array would take them for its own memory
+            raise TypeError("bytes are no token ids")
         packed = array("I", plain)
     except (TypeError, OverflowError, ValueError) as error:
         raise InvalidRequest(f"tokens must be a flat sequence of integers in [0, 2**32): {error}") from error
@@ -109,17 +117,16 @@ def _pack(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def _check_hashes(hashes: Sequence[bytes]) -> list[bytes]:
-    """Ready-made block hashes from an engine: any bytes of 8 to 64, parents before children."""
-    chain = list(hashes)
-    for value in chain:
-        if not isinstance(value, bytes) or not 8 <= len(value) <= 64:
-            raise InvalidRequest("block hashes must be bytes objects of 8 to 64 bytes")
-    if len(set(chain)) != len(chain):
-        raise InvalidRequest("the same block hash stands twice in one chain")
-    return chain
-
-
 def bind_hashes(root: bytes, hashes: Sequence[bytes]) -> list[bytes]:
-    """An engine's own hashes, bound to namespace and salt so that they cannot meet others'."""
-    return [hashlib.sha256(root + value).digest() for value in _check_hashes(hashes)]
+    """An engine's own hashes, bound to namespace and salt so that they cannot meet others'.
+
+    hashes: bytes of 8 to 64, parents before children. Raises `InvalidRequest`.
+    """
+    if isinstance(hashes, bytes | str) or not all(
+        isinstance(value, bytes) and 8 <= len(value) <= 64 for value in hashes
+    ):
+        raise InvalidRequest("block hashes must be bytes objects of 8 to 64 bytes")
+    if len(set(hashes)) != len(hashes):
+        raise InvalidRequest("the same block hash stands twice in one chain")
+    # Keyed, where a chain of tokens is hashed plainly: what an engine passes is never such a name.
+    return [hmac.digest(root, value, "sha256") for value in hashes]

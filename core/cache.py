@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvtide.core.below import Below, Failed
+from kvtide.core.below import Below
 from kvtide.core.blocks import Extra, Namespace, bind_hashes, hash_chain
 from kvtide.core.errors import (
     CacheClosed,
@@ -28,7 +28,7 @@ from kvtide.core.hits import Held, Hit
 from kvtide.core.index import Block, Space
 from kvtide.core.outcome import Outcome
 from kvtide.core.pages import Pages
-from kvtide.core.protocols import Component, HostMemory, Tier
+from kvtide.core.protocols import Component, HostMemory, PagedMemory, Tier
 from kvtide.core.settings import Settings
 from kvtide.core.shelf import Link, Shelf
 from kvtide.core.states import HELD
@@ -133,7 +133,12 @@ class Cache:
                     await self._below.tier.close()
             except (TimeoutError, TierFailed):
                 stuck.append(f"tier {self._below.tier.name}")
-        stuck += await _on_thread(partial(self._memory.close, left(), keep=bool(stuck)))
+        try:
+            # Unregistering waits for the GPU to be idle, which may be later than our deadline.
+            async with asyncio.timeout(left() + 0.5):
+                stuck += await _on_thread(partial(self._memory.close, left(), keep=bool(stuck)))
+        except TimeoutError:
+            stuck.append("host memory")
         self._state, self._since = "closed", time.time()
         return Closed(tuple(stuck))
 
@@ -164,7 +169,11 @@ class Cache:
         `CacheClosed`. A plain, quick function.
         """
         self.check_open()
-        if not namespace:
+        if not isinstance(paged, PagedMemory):
+            raise InvalidRequest(
+                f"attach takes described pages, not {type(paged).__name__}: use PagedKV.from_tensors"
+            )
+        if not isinstance(namespace, str) or not namespace:
             raise InvalidRequest("namespace must name the model")
         if type(of) is not int or type(shard) is not int or not 0 <= shard < of:
             raise InvalidRequest(f"shard must lie in [0, {of}), not {shard}")
@@ -275,7 +284,8 @@ class Cache:
         root = namespace.root(salt)
         if hashes is not None:
             return bind_hashes(root, hashes)
-        assert tokens is not None
+        if not isinstance(tokens, Sized):
+            raise InvalidRequest(f"tokens must be a sequence of integers, not {type(tokens).__name__}")
         if not len(tokens):
             raise InvalidRequest("the prompt is empty")
         return hash_chain(root, tokens, namespace.block_tokens, extra)
@@ -308,10 +318,10 @@ class Cache:
         with self.lock:
             self.unpin(blocks)
 
-    def promote(self, blocks: Sequence[Block], below: Sequence[Block], failed: Failed) -> None:
+    def promote(self, blocks: Sequence[Block], below: Sequence[Block]) -> None:
         """Fill reserved host blocks from the lower tier."""
         assert self._below is not None
-        self._below.promote(blocks, below, failed)
+        self._below.promote(blocks, below)
 
     def spill(self, blocks: Sequence[Block]) -> None:
         """Blocks were published in host memory: a lower tier shall have them too."""

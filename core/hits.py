@@ -69,7 +69,10 @@ class Hit:
         return self._links, self._blocks
 
     def __getitem__(self, part: slice) -> Hit:
-        start, stop, step = part.indices(self.tokens)
+        try:
+            start, stop, step = part.indices(self.tokens)
+        except (AttributeError, TypeError) as error:
+            raise InvalidRequest(f"slice a hit by token positions, hit[a:b]: {error}") from error
         if step != 1 or start % self.block_tokens or stop % self.block_tokens:
             raise InvalidRequest(f"slice a hit at multiples of {self.block_tokens} tokens, with step 1")
         a, b = start // self.block_tokens, max(start, stop) // self.block_tokens
@@ -108,9 +111,9 @@ class Hit:
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
+            self._cache.lost(self._blocks)
             warnings.warn(
                 f"a hit on {self.tokens} tokens was never closed: use `with`",
                 ResourceWarning,
                 stacklevel=2,
             )
-            self._cache.lost(self._blocks)

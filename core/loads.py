@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtide.core.errors import KVTideError, NoRoom
@@ -90,7 +91,7 @@ class Load(Transfer[Loaded]):
         self._pin_sources()
         if reserved:
             below = [self._found[at] for at in missing]
-            cache.promote(reserved, below, self._promotion_failed)
+            cache.promote(reserved, below)
         self._maybe_copy()
         return True
 
@@ -113,12 +114,11 @@ class Load(Transfer[Loaded]):
             fill = self._cache.host.fills.get(block)
             if fill is not None:
                 self._awaited += 1
-                fill.waiters.append(self._fill_ended)
+                fill.waiters.append(partial(self._fill_ended, block, fill))
 
-    def _promotion_failed(self, block: Block, reason: str) -> None:
-        self._reasons[block.key] = reason
-
-    def _fill_ended(self) -> bool:
+    def _fill_ended(self, block: Block, fill: Fill) -> bool:
+        if fill.failure:
+            self._reasons[block.key] = fill.failure
         self._awaited -= 1
         self._maybe_copy()
         return True

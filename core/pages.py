@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtide.core.blocks import Extra, Namespace
@@ -98,7 +98,7 @@ class Pages:
         `Detached`, `CacheClosed`, `DeviceUnavailable`.
         """
         chain = self._cache.chain(self.namespace, tokens, hashes, salt, extra)
-        if start < 0 or start % self.block_tokens:
+        if type(start) is not int or start < 0 or start % self.block_tokens:
             raise InvalidRequest(f"start must be a multiple of {self.block_tokens}, not {start}")
         first = start // self.block_tokens
         if first > len(chain):
@@ -155,12 +155,14 @@ class Pages:
     def _check_deadline(self, deadline: float | None) -> float:
         if deadline is None:
             return self._cache.settings.deadline
-        if not 0 < deadline < float("inf"):
+        if not isinstance(deadline, int | float) or not 0 < deadline < float("inf"):
             raise InvalidRequest(f"deadline must be a positive number of seconds, not {deadline}")
         return deadline
 
     def _check_ids(self, block_ids: Sequence[int]) -> list[int]:
         plain = block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids
+        if not isinstance(plain, Iterable):
+            raise InvalidRequest(f"block_ids must be a sequence, not {type(block_ids).__name__}")
         ids = list(plain)
         if not all(type(page) is int for page in ids):
             raise InvalidRequest("block_ids must be integers")

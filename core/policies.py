@@ -118,10 +118,11 @@ class Lru:
         self._order = _Order()
 
     def enter(self, blocks: Sequence[Block], tick: int) -> None:
+        self.hit(blocks, tick)
+
+    def hit(self, blocks: Iterable[Block], tick: int) -> None:
         for block in blocks:
             block.used = tick
-
-    hit = enter
 
     def offer(self, block: Block) -> None:
         if not block.offered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvtide.core.outcome import Outcome
 
@@ -74,6 +74,7 @@ class Endpoint(Protocol):
         """Copy host slots into pages behind `mark`; otherwise like `store`."""
 
 
+@runtime_checkable
 class PagedMemory(Protocol):
     """The engine's paged memory as its owner describes it."""
 

@@ -32,7 +32,8 @@ class Settings:
         (counted) and loads raise `QueueFull`.
     deadline: how long a transfer may take unless the call says otherwise.
     pin: register host memory with CUDA. None: do so if torch is loaded and sees a GPU.
-    quotas: bytes of host memory that a namespace (by its id) may use at most.
+    quotas: bytes of host memory that a namespace may use at most, by its id; each geometry that is
+        attached under an id is a namespace of its own.
 
     Raises `InvalidRequest`.
     """
@@ -49,6 +50,11 @@ class Settings:
     quotas: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
+        for name in ("host_bytes", "extent_bytes", "block_tokens", "max_inflight_bytes", "max_queued"):
+            if type(getattr(self, name)) is not int:
+                raise InvalidRequest(f"{name} must be a whole number, not {getattr(self, name)!r}")
+        # The caller's mapping may change; what was validated does not.
+        object.__setattr__(self, "quotas", MappingProxyType(dict(self.quotas)))
         if self.extent_bytes < PAGE or self.extent_bytes % PAGE:
             raise InvalidRequest(f"extent_bytes must be a positive multiple of {PAGE}")
         if self.host_bytes < self.extent_bytes:

@@ -15,7 +15,7 @@ from kvtide.core.extents import Extents
 from kvtide.core.index import Block, Index, Space
 from kvtide.core.policies import Policy
 from kvtide.core.policies import policy as make_policy
-from kvtide.core.states import EVICTABLE, HELD, State, Step
+from kvtide.core.states import EVICTABLE, State, Step
 
 Link = tuple[bytes, bytes | None]
 """A block's name and its parent's; None where the parent is a chain's root."""
@@ -38,11 +38,13 @@ class Fill:
     """Who fills a block: the ranks that have arrived and those on their way, and who waits.
 
     waiters: called under the lock whenever a rank has ended, whichever way; True ends the waiting.
+    failure: why the bytes will not come (a load's shortfall reason), once that is known.
     """
 
     arrived: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
     waiters: list[Callable[[], bool]] = field(default_factory=list)
+    failure: str = ""
 
     def wake(self) -> None:
         """Tell those who wait to look again; who has seen what it waited for leaves."""

@@ -188,6 +188,10 @@ class Transfer(ABC, Generic[T]):
                 self._no_room(error, late=True)
             elif self._gated and self._cache.gate.withdraw(self._admitted):
                 self._turn_away(error)
+            elif not self._copying and not self._result.over:
+                self._finish_error(error)
+                if self._abandon():
+                    self._settle()
 
     def _turn_away(self, error: KVTideError) -> None:
         """It waited for its turn to copy, and will not have it."""

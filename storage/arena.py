@@ -8,6 +8,7 @@ while the kernel clears memory.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import sys
 import threading
@@ -198,11 +199,21 @@ class Arena:
             return stuck
         try:
             self._unpin()
-            self._bytes.release()
-            self._map.close()
+            self._unmap()
         except (DeviceError, BufferError) as error:
             stuck.append(f"host memory: {error}")
         return stuck
+
+    def _unmap(self) -> None:
+        """Raises `BufferError` while somebody holds a view."""
+        self._bytes.release()
+        try:
+            self._map.close()
+        except BufferError:
+            # An error that was caught keeps its frames, and those the views that they worked on,
+            # until the collector comes by.
+            gc.collect()
+            self._map.close()
 
     def _unpin(self) -> None:
         """Unregister everything; what the driver refuses stays mapped, and is an error at the end."""

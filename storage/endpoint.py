@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvtide.core.errors import InvalidRequest, QueueFull
@@ -19,6 +19,26 @@ if TYPE_CHECKING:
     from kvtide.storage.paged import PagedKV
 
 
+GROUP_BYTES = 512 << 10
+"""Bytes of an image from which on layers form a group with an event of its own: smaller groups
+let a layer start sooner, and cost submission time and bandwidth."""
+
+
+def layer_groups(planes: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Ends of the groups, as indices of planes, and the group that each layer's last plane is in."""
+    ends: list[int] = []
+    group_of: dict[int, int] = {}
+    nbytes = 0
+    for at, (size, layer) in enumerate(planes):
+        group_of[layer] = len(ends)
+        nbytes += size
+        last = at + 1 == len(planes)
+        if last or (nbytes >= GROUP_BYTES and planes[at + 1][1] != layer):
+            ends.append(at + 1)
+            nbytes = 0
+    return tuple(ends), group_of
+
+
 class PagesEndpoint:
     """One attached `PagedKV` on its device."""
 
@@ -27,6 +47,8 @@ class PagesEndpoint:
         self._paged = paged
         self._lanes = lanes
         self._spans = paged.spans
+        self._groups, self._group_of = layer_groups(paged.planes)
+        lanes.prepare(self._spans, self._groups)
 
     def record(self, after: Stream) -> Mark:
         """Record an event on the engine's stream. Raises `DeviceUnavailable`, `InvalidRequest`."""
@@ -84,7 +106,7 @@ class PagesEndpoint:
             blocks=blocks,
             hosts=[arena.address(slot) for slot in slots],
             device_hosts=[arena.device_address(slot) for slot in slots],
-            groups=(len(self._spans),),
+            groups=self._groups,
             after=mark,
         )
         began = False
@@ -94,7 +116,7 @@ class PagesEndpoint:
             began = True
             accepted = lanes.device.submit(job)
             lanes.device.recycle(mark)
-            submitted(_Ticket(lanes, accepted))
+            submitted(_Ticket(lanes, accepted, direction, self._group_of))
             key = getattr(accepted, "key", None)
             try:
                 lanes.bridge.call_when(accepted.done, lambda error: ended(accepted, error), key)
@@ -118,7 +140,7 @@ class PagesEndpoint:
             done(lanes.explain(error, began=began))
 
         try:
-            lanes.thread.submit(submit, refused)
+            lanes.threads[direction].submit(submit, refused)
         except (ThreadQueueFull, WorkerClosed) as error:
             raise QueueFull(f"{lanes.name} takes no more copies now: {error}") from error
 
@@ -126,24 +148,27 @@ class PagesEndpoint:
 class _Ticket:
     """A submitted copy, as something that streams can wait for."""
 
-    def __init__(self, lanes: DeviceLanes, accepted: Submitted) -> None:
+    def __init__(
+        self, lanes: DeviceLanes, accepted: Submitted, direction: Direction, group_of: Mapping[int, int]
+    ) -> None:
         self._lanes = lanes
         self._accepted = accepted
+        self._direction = direction
+        self._group_of = group_of
 
     def wait_on(self, stream: Stream, layer: int) -> Outcome[None]:
         """Enqueue the wait on the device's thread, since a full stream blocks who enqueues."""
-        del layer  # one group holds all layers
         enqueued: Outcome[None] = Outcome()
 
         def wait() -> None:
-            self._accepted.wait_on(stream, 0)
+            self._accepted.wait_on(stream, self._group_of[layer])
             enqueued.set(None)
 
         def failed(error: BaseException) -> None:
             enqueued.fail(self._lanes.explain(error, began=True))
 
         try:
-            self._lanes.thread.submit(wait, failed)
+            self._lanes.threads[self._direction].submit(wait, failed)
         except (ThreadQueueFull, WorkerClosed) as error:
             enqueued.fail(QueueFull(f"{self._lanes.name} takes no more work now: {error}"))
         return enqueued

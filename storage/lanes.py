@@ -1,4 +1,4 @@
-"""A device with the threads that may touch it: one that submits, the bridge's that wait (R18)."""
+"""A device with the threads that may touch it: two that submit, the bridge's that wait (R18)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from kvtide.core.errors import DeviceUnavailable, KVTideError, TransferFailed
 from kvtide.core.protocols import Component
 from kvtide.kernels.bridge import Bridge
-from kvtide.kernels.device import Device, DeviceError, DeviceLost
-from kvtide.kernels.worker import DeviceThread
+from kvtide.kernels.device import Device, DeviceError, DeviceLost, Direction, Span
+from kvtide.kernels.worker import DeviceThread, QueueFull, WorkerClosed
 
 
 class DeviceLanes:
@@ -19,10 +19,30 @@ class DeviceLanes:
         self.name = f"{device.kind}:{device.index}"
         with device.guard():
             pass  # a device that cannot be set is found here, not at the first copy
-        self.thread = DeviceThread(device, f"{self.name}-submit")
+        # One a direction: loads behind a stalled stream may block theirs, and stores go on.
+        self.threads = {
+            direction: DeviceThread(device, f"{self.name}-{direction.name.lower()}")
+            for direction in Direction
+        }
         self.bridge = Bridge(device, self.name)
         self.lost: str | None = None
+        self._prepared: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self._since = time.time()
+
+    def prepare(self, spans: tuple[Span, ...], groups: tuple[int, ...]) -> None:
+        """Have kernels for such pages compiled, behind the caller's back and once a geometry."""
+        shape = (tuple(span.nbytes for span in spans), groups)
+        if shape in self._prepared:
+            return
+        self._prepared.add(shape)
+        try:
+            self.threads[Direction.STORE].submit(lambda: self.device.prepare(spans, groups), self._unprepared)
+        except (QueueFull, WorkerClosed) as error:
+            self._unprepared(error)
+
+    def _unprepared(self, error: BaseException) -> None:
+        # The first copy meets the same error, and has somebody who waits for it.
+        self.explain(error, began=True)
 
     def check(self) -> None:
         """Raises `DeviceUnavailable` if the device is lost."""
@@ -51,5 +71,9 @@ class DeviceLanes:
     def close(self, deadline: float) -> list[str]:
         """End the threads; names of those that are stuck."""
         end = time.monotonic() + deadline
-        stuck = [] if self.thread.close(deadline) else [self.thread.name]
+        stuck = [
+            thread.name
+            for thread in self.threads.values()
+            if not thread.close(max(0.05, end - time.monotonic()))
+        ]
         return stuck + self.bridge.close(max(0.05, end - time.monotonic()))

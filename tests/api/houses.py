@@ -64,7 +64,7 @@ class Memory:
 async def until(what: Callable[[], bool]) -> None:
     """Let the cache's tasks run until something is so."""
     async with asyncio.timeout(5.0):
-        while not what():
+        while not what():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.001)
 
 

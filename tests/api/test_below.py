@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.api.houses import TOKENS, UNTOUCHED, Memory, prompt, settings, until
 
 import kvtide
 from kvtide import Faults, MemoryTier
-from tests.api.houses import TOKENS, UNTOUCHED, Memory, prompt, settings, until
 
 ROOM = 4
 """Blocks of host memory."""
@@ -156,7 +156,7 @@ async def test_a_corrupt_block_ends_the_load_and_becomes_a_miss(bad: int) -> Non
 
 async def test_failing_reads_are_a_shortfall_and_the_tier_is_degraded_until_one_works() -> None:
     faults = Faults()
-    async with house(faults) as (cache, pages, memory):
+    async with house(faults) as (cache, pages, _):
         await pushed_down(cache, pages)
         faults.fail_reads = 1
         with cache.match(prompt(4)) as hit, hit[:TOKENS] as first:

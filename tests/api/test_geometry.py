@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
+from tests.api.houses import Memory, ScatteredDevice, opened, prompt
+from tests.storage.geometries import BLOCKS, LAYOUTS, TOKENS, Layout
 
 import kvtide
 from kvtide.core.cache import Cache
 from kvtide.kernels.fake import FakeDevice
-from tests.api.houses import Memory, ScatteredDevice, opened, prompt
-from tests.storage.geometries import BLOCKS, LAYOUTS, TOKENS, Layout
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,7 @@
 """The host arena: its addresses, its registration in the background, its failures and its end."""
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -11,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tests.api.houses import Memory, devices, opened, prompt, settings
 
 import kvtide
 from kvtide.core.extents import Extents, slot_bytes
 from kvtide.kernels.device import DeviceError
 from kvtide.kernels.fake import FakeDevice
 from kvtide.storage.arena import Arena
-from tests.api.houses import Memory, devices, opened, prompt, settings
 
 EXTENT = 1 << 13
 
@@ -125,7 +126,7 @@ def test_S2_1_every_slot_is_aligned_and_writable_to_its_last_byte(image: int, ex
         ends.sort()
         assert arena.base <= ends[0][0]
         assert ends[-1][1] <= arena.base + extents * EXTENT
-        assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
     finally:
         assert arena.close(5.0, keep=False) == []
 
@@ -374,3 +375,12 @@ def test_a_range_that_the_driver_will_not_let_go_keeps_no_other(monkeypatch: pyt
     assert list(device.ranges) == [arena.base + 2 * EXTENT]
     assert maps(arena.base)
     device.close()
+
+
+def test_memory_that_a_lost_device_had_pinned_is_named_and_kept(fake: FakeDevice) -> None:
+    arena = pinned(fake)
+    Watch().start(arena)
+    fake.lose()
+    (stuck,) = arena.close(5.0, keep=False)
+    assert "host memory" in stuck
+    assert maps(arena.base)
