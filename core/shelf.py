@@ -122,9 +122,9 @@ class Shelf:
     def reserve(self, space: Space, links: Sequence[Link], keep: Iterable[bytes] = ()) -> list[Block] | None:
         """Room for blocks that are absent here, or None and no change.
 
-        keep: names that may not go for it; what the blocks hang on doesn't anyway. What comes
-        back is FILLING and pinned once, for the transfer that fills it (R2). Raises
-        `IllegalTransition` and changes nothing if one is here already.
+        keep: names that may not go for it; what the blocks hang on doesn't either, unless a lower
+        tier has it. What comes back is FILLING and pinned once, for the transfer that fills it
+        (R2). Raises `IllegalTransition` and changes nothing if one is here already.
         """
         if not links:
             return []
@@ -133,7 +133,10 @@ class Shelf:
         nbytes = len(links) * space.block_bytes
         if self.pinned_bytes + nbytes > self.extents.total * self.extents.extent_bytes:
             return None  # whatever could be evicted
-        kept = {*keep, *(parent for _, parent in links if parent is not None)}
+        kept = {*keep}
+        if not self.spills:
+            # What the blocks hang on would be lost; where a lower tier has it, it may go.
+            kept.update(parent for _, parent in links if parent is not None)
         plan = Plan(self.extents, self._policy, names, kept)
         made = plan.make_room(space, len(links))
         # What was refused for this plan's sake alone is offered to the next.

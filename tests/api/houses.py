@@ -118,16 +118,21 @@ def devices(*fakes: FakeDevice) -> Callable[[str, int], Device]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    *fakes: FakeDevice, lower: Tier | None = None, closing: float = 5.0, **changes: Any
+    *fakes: FakeDevice, lower: Tier | None = None, ready: bool = True, **changes: Any
 ) -> AsyncIterator[Cache]:
-    """A cache whose CUDA devices are fakes; nothing may be stuck at its end."""
+    """A cache whose CUDA devices are fakes; nothing may be stuck at its end.
+
+    ready: with all of host memory registered, so that nothing waits for it.
+    """
     made = settings(pin=bool(fakes), **changes)
     cache = Cache(made, Arena(made, devices(*fakes)), lower)
     try:
         await cache.open()
+        if ready:
+            await until(lambda: cache.statistics().tiers[0].capacity_bytes == made.host_bytes)
         yield cache
     finally:
-        closed = await cache.close(closing)
+        closed = await cache.close()
         for fake in fakes:
             fake.close()
     assert closed.stuck == ()

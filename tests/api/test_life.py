@@ -250,6 +250,7 @@ async def test_close_returns_in_time_and_names_what_is_stuck() -> None:
     arena = Arena(made, devices(fake))
     cache = Cache(made, arena, None)
     await cache.open()
+    await until(lambda: cache.statistics().tiers[0].capacity_bytes == made.host_bytes)
     pages = cache.attach(memory.paged(("cuda", 0)), namespace="m")
     fake.hold()
     store = pages.store(prompt(2), [0, 1], after=fake.stream())

@@ -120,13 +120,15 @@ async def test_a_quota_is_a_limit_and_evicts_only_its_own() -> None:
             await small.store(prompt(5, 9), range(5), after=None)
 
 
-async def test_a_quota_is_of_an_id_whatever_its_geometries() -> None:
+async def test_each_namespace_of_an_id_has_the_quota_to_itself() -> None:
     async with house(blocks=16, quotas={"small": 4 * SLOT}) as (cache, _):
         one = cache.attach(Memory(16).paged(), namespace="small")
         other = cache.attach(Memory(16).paged(), namespace="small", weights="v2")
         await one.store(prompt(4), range(4), after=None)
         await other.store(prompt(4), range(4), after=None)
-        assert host(cache).used_bytes <= 4 * SLOT
+        assert host(cache).used_bytes == 8 * SLOT
+        await other.store(prompt(4, 1), range(4), after=None)
+        assert host(cache).used_bytes == 8 * SLOT
 
 
 async def test_namespaces_of_different_slot_sizes_share_the_arena() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.core.held import HeldMemory, at_rest, attach, prompt, small
+
 from kvtide.core.cache import Cache
 from kvtide.core.errors import (
     CacheClosed,
@@ -213,7 +214,8 @@ async def test_a_deadline_while_promoting_never_touches_the_pages() -> None:
 async def spilled(cache: Cache) -> None:
     """Wait until nothing is dirty."""
     async with asyncio.timeout(5):
-        while cache.statistics().tiers[0].dirty_bytes or cache.host.pinned_bytes:
+        # A spill announces its end to nobody; a test asks.
+        while cache.statistics().tiers[0].dirty_bytes or cache.host.pinned_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import kvtide
 import pytest
+
+import kvtide
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -64,9 +65,7 @@ def flat(tensors: list[Any]) -> list[Any]:
 def test_bytes_come_back_to_other_pages_and_no_others_change(name: str, index: int) -> None:
     async def test(cache: kvtide.Cache) -> None:
         tensors, block_dim = geometries(f"cuda:{index}")[name]
-        pages = cache.attach(
-            kvtide.PagedKV.from_tensors(tensors, block_dim=block_dim), namespace=name
-        )
+        pages = cache.attach(kvtide.PagedKV.from_tensors(tensors, block_dim=block_dim), namespace=name)
         stream = torch.cuda.current_stream(index)
         for count in (1, 7, 40):
             tokens = [random.randrange(2**32) for _ in range(count * 16 + 1)]
