@@ -122,8 +122,8 @@ def bind_hashes(root: bytes, hashes: Sequence[bytes]) -> list[bytes]:
 
     hashes: bytes of 8 to 64, parents before children. Raises `InvalidRequest`.
     """
-    if isinstance(hashes, bytes | str) or not all(
-        isinstance(value, bytes) and 8 <= len(value) <= 64 for value in hashes
+    if isinstance(hashes, bytes | str) or any(
+        type(value) is not bytes or not 8 <= len(value) <= 64 for value in hashes
     ):
         raise InvalidRequest("block hashes must be bytes objects of 8 to 64 bytes")
     if len(set(hashes)) != len(hashes):

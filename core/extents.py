@@ -91,7 +91,7 @@ class Extents:
         """Slots of this size that free extents could hold, were `emptied` (bits) free as well."""
         run = self.run_of(size)
         free = self._free | emptied
-        return free.bit_count() * self.per_extent(size) if run == 1 else len(_runs(free, run))
+        return free.bit_count() * self.per_extent(size) if run == 1 else _runs(free, run)
 
     def extent(self, number: int) -> Extent | None:
         """What a slot size has at this number: an extent, or the run that it is part of."""
@@ -180,7 +180,7 @@ class Extents:
 
     def _claim(self, size: int) -> None:
         run = self.run_of(size)
-        number = _lowest(self._free) if run == 1 else _runs(self._free, run)[0]
+        number = _lowest_run(self._free, run)
         extent = Extent(number, size, self.per_extent(size), run)
         self._free &= ~((1 << run) - 1 << number)
         for part in range(number, number + run):
@@ -190,17 +190,14 @@ class Extents:
         self._spare[size] = self._spare.get(size, 0) + extent.slots
 
 
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
-
-
-def _runs(free: int, length: int) -> list[int]:
-    """First numbers of disjoint runs of free neighbours, lowest first."""
+def _lowest_run(free: int, length: int) -> int:
+    """First number of the lowest run of free neighbours."""
     starts = free
     for shift in range(1, length):
         starts &= free >> shift
-    runs = []
-    while starts:
-        runs.append(_lowest(starts))
-        starts &= ~((1 << length) - 1 << runs[-1])
-    return runs
+    return (starts & -starts).bit_length() - 1
+
+
+def _runs(free: int, length: int) -> int:
+    """How many runs of so many free neighbours can be taken one after the other."""
+    return sum(len(streak) // length for streak in bin(free)[2:].split("0"))

@@ -172,18 +172,19 @@ async def test_a_stream_that_is_none_or_of_another_device() -> None:
 
 async def test_more_events_than_there_are_push_back() -> None:
     fake = FakeDevice(max_events=2)
-    async with opened(fake) as cache:
+    async with opened(fake, max_inflight_bytes=2048) as cache:
         pages = cache.attach(Memory(16).paged(("cuda", 0)), namespace="m")
         fake.hold()
         stream = fake.stream()
-        stream.hold()
-        taken = [pages.store(prompt(1, number), [number], after=stream) for number in range(2)]
+        first = pages.store(prompt(1), [0], after=stream)
+        await first.wait_on(fake.stream("consumer"), layer=0)  # submitted: its mark is free again
+        taken = [pages.store(prompt(1, number), [number], after=stream) for number in (1, 2)]
         with pytest.raises(kvtide.QueueFull):
-            pages.store(prompt(1, 2), [2], after=stream)
-        stream.release()
+            pages.store(prompt(1, 3), [3], after=stream)
         fake.release()
-        for store in taken:
+        for store in (first, *taken):
             assert (await store).stored == 1
+        assert (await pages.store(prompt(1, 3), [3], after=stream)).stored == 1
 
 
 async def test_after_has_no_default(pages: kvtide.Pages) -> None:
