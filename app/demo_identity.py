@@ -8,7 +8,7 @@ merely split the prompt, are from it and from each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
+    """KV of tokens `[start, len(tokens))`, computed in parts that ended at `cuts`."""
+
     tokens: list[int]
     start: int
-    end: int
+    cuts: list[int]
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -39,43 +41,53 @@ class StoredCopies:
         self._block_tokens = block_tokens
         self._copies: list[_Copy] = []
 
-    def keep(self, tokens: list[int], start: int, past: DynamicCache) -> None:
-        """Keep the KV of the full blocks of `tokens` from `start` on."""
+    def keep(self, tokens: list[int], start: int, past: DynamicCache, cuts: Sequence[int] = ()) -> None:
+        """Keep the KV of the full blocks of `tokens` from `start` on.
+
+        cuts: where one forward pass ended and the next began.
+        """
         end = len(tokens) // self._block_tokens * self._block_tokens
         if start < end:
             layers = [
                 (layer.keys[:, :, start:end].clone(), layer.values[:, :, start:end].clone())
                 for layer in past.layers
             ]
-            self._copies.append(_Copy(tokens[:end], start, end, layers))
+            self._copies.append(_Copy(tokens[:end], start, list(cuts), layers))
 
     def equal(self, tokens: list[int], loaded: Layers, end: int) -> bool:
         """Whether the first `end` tokens' KV are, in every plane, the bytes that were stored first.
 
         loaded: keys and values of each layer, `[1, heads, end, dim]`.
         """
-        at = 0
-        while at < end:
-            copy, to = next(
-                ((copy, to) for copy in self._copies if (to := self._reach(copy, tokens, at)) > at),
-                (None, at),
-            )
-            if copy is None:
-                return False
-            to = min(to, end)
+        reached = 0
+        for copy, at, to in self._sources(tokens, end):
             for (keys, values), (stored_keys, stored_values) in zip(loaded, copy.layers, strict=True):
                 for ours, theirs in ((keys, stored_keys), (values, stored_values)):
                     kept = theirs[:, :, at - copy.start : to - copy.start]
                     if not _same_bytes(ours[:, :, at:to], kept):
                         return False
-            at = to
-        return True
+            reached = to
+        return reached == end
 
-    def _reach(self, copy: _Copy, tokens: list[int], at: int) -> int:
-        """Up to where this copy has the blocks of `tokens` from `at` on; 0 if it has not even one."""
-        if not copy.start <= at < copy.end:
-            return 0
-        return _common(copy.tokens, tokens) // self._block_tokens * self._block_tokens
+    def cuts(self, tokens: list[int], end: int) -> list[int]:
+        """Where the forward passes ended that computed the first `end` tokens' KV, and `end`."""
+        found = {end}
+        for copy, at, to in self._sources(tokens, end):
+            found.update(cut for cut in (*copy.cuts, to) if at < cut <= to)
+        return sorted(found)
+
+    def _sources(self, tokens: list[int], end: int) -> Iterator[tuple[_Copy, int, int]]:
+        """For the blocks of `tokens` up to `end`: the first copy that has them, from where, to where."""
+        at = 0
+        while at < end:
+            for copy in self._copies:
+                to = min(_common(copy.tokens, tokens) // self._block_tokens * self._block_tokens, end)
+                if copy.start <= at < to:
+                    yield copy, at, to
+                    at = to
+                    break
+            else:
+                return
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

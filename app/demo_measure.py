@@ -127,10 +127,11 @@ class Bench:
         reused = warm.prefix.tokens
         bytes_identical = await self._compute(self._copies.equal, prompt, warm.loaded, reused)
         stored_blocks = await self._store(prompt, warm)
-        held = prompt + warm.answer[:-1]
-        await self._compute(self._copies.keep, held, reused, warm.prefix.past_key_values)
-
         bound = await self._compute(self._bound, prompt, reused, cold.first.logits) if self._gpu else None
+        held = prompt + warm.answer[:-1]
+        cuts = range(len(prompt), len(held))  # the prompt in one go, its answer token by token
+        await self._compute(self._copies.keep, held, reused, warm.prefix.past_key_values, cuts)
+
         apart = distance(cold.first.logits, warm.first.logits)
         same_tokens = warm.answer == cold.answer
         token_bytes = self._prefixes.shape.token_bytes
@@ -191,11 +192,12 @@ class Bench:
     def _bound(self, prompt: list[int], reused: int, one_shot: torch.Tensor) -> float:
         """How far runs without any cache are from each other.
 
-        A handful of runs shows less than they may differ, so those of earlier requests count too.
+        One of them splits the prompt where the cached KV was split when it was computed. A handful
+        of runs shows less than they may differ, so those of earlier requests count too.
         """
         end = reused or len(prompt) // 2
-        cuts = (end, end - self._block_tokens, end // 2)
-        runs = [one_shot, *(_split_run(self._model, prompt, cut) for cut in cuts)]
+        splits = (self._copies.cuts(prompt, end), [end - self._block_tokens], [end // 2])
+        runs = [one_shot, *(_split_run(self._model, prompt, cuts) for cuts in splits)]
         self._apart = max(self._apart, spread(runs))
         return self._apart
 
@@ -221,8 +223,11 @@ def _decode(model: PreTrainedModel, token: int, past: DynamicCache, count: int) 
     return answer
 
 
-def _split_run(model: PreTrainedModel, prompt: list[int], cut: int) -> torch.Tensor:
-    """The first token's logits if the prompt is computed in two parts, without any cache."""
+def _split_run(model: PreTrainedModel, prompt: list[int], cuts: list[int]) -> torch.Tensor:
+    """The first token's logits if the prompt is computed in parts, without any cache."""
     past = empty_cache(model.config)
-    _first_token(model, prompt[:cut], past)
-    return _first_token(model, prompt[cut:], past).logits
+    at = 0
+    for cut in cuts:
+        _first_token(model, prompt[at:cut], past)
+        at = cut
+    return _first_token(model, prompt[at:], past).logits

@@ -50,19 +50,22 @@ class Tokenizer(Protocol):
 
 
 class PieceTokenizer:
-    """A tokenizer for models that have none: bytes, and the text's most frequent pieces.
+    """A tokenizer for models that have none: bytes, and the pieces that are used most.
 
     Ids below 256 are bytes, so that every text has ids; the others are whole words with the
-    space before them. The same text and size give the same ids everywhere.
+    space before them: those of the story's questions, then the most frequent of the text. The
+    same text and number of pieces give the same ids everywhere.
     """
 
     def __init__(self, text: str, pieces: int) -> None:
-        counts = Counter(piece for piece in _PIECE.findall(text) if len(piece.encode()) > 1)
-        # Equally frequent pieces in the order of the alphabet, not of their appearance.
-        ordered = sorted(counts, key=lambda piece: (-counts[piece], piece))[:pieces]
+        questions = dict.fromkeys(_words("".join(question_text(turn) for turn in STORY)))
+        counts = Counter(word for word in _words(text) if word not in questions)
+        # Equally frequent words in the order of the alphabet, not of their appearance.
+        by_use = sorted(counts, key=lambda word: (-counts[word], word))
+        ordered = [*questions, *by_use][:pieces]
         self.start: list[int] = []
-        self._ids = {piece: 256 + number for number, piece in enumerate(ordered)}
-        self._bytes = [bytes([value]) for value in range(256)] + [piece.encode() for piece in ordered]
+        self._ids = {word: 256 + number for number, word in enumerate(ordered)}
+        self._bytes = [bytes([value]) for value in range(256)] + [word.encode() for word in ordered]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -107,3 +110,8 @@ def read_document(path: Path | None) -> str:
 def question_text(turn: Turn) -> str:
     """How a question stands behind the document or the chat so far."""
     return f"\n\nQuestion: {turn.question}\nAnswer:"
+
+
+def _words(text: str) -> list[str]:
+    """The pieces of a text that are more than a byte."""
+    return [piece for piece in _PIECE.findall(text) if len(piece.encode()) > 1]
