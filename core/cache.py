@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from kvtide.core.below import Below
@@ -177,7 +177,7 @@ class Cache:
             raise InvalidRequest("namespace must name the model")
         if type(of) is not int or type(shard) is not int or not 0 <= shard < of:
             raise InvalidRequest(f"shard must lie in [0, {of}), not {shard}")
-        made = Namespace(namespace, weights, paged.dtype, self.settings.block_tokens, paged.planes, of)
+        made = _namespace(namespace, weights, paged.dtype, self.settings.block_tokens, paged.planes, of)
         endpoint = self._memory.endpoint(paged)
         name = made.digest.hex()
         with self.lock:
@@ -435,6 +435,10 @@ class Cache:
         upper = [block for block in blocks if block.space.tier == "host"]
         lower = [block for block in blocks if block.space.tier != "host"]
         return ((self.host, upper), (self._below.shelf, lower))
+
+
+# Pages may be attached for every request, always with the same few namespaces.
+_namespace = lru_cache(maxsize=64)(Namespace)
 
 
 async def _on_thread(work: Callable[[], Sequence[str]]) -> Sequence[str]:

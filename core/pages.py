@@ -128,6 +128,7 @@ class Pages:
             self._paged = None
         for transfer in live:
             await transfer.settled
+        self.endpoint.close()
 
     def check_layer(self, layer: int) -> None:
         """Raises `InvalidRequest` for a layer that no plane belongs to."""

@@ -51,6 +51,9 @@ class Endpoint(Protocol):
     def forget(self, mark: Mark) -> None:
         """A mark that no copy will use."""
 
+    def close(self) -> None:
+        """Let go of the pages' memory; nothing is copied any more."""
+
     def store(
         self,
         blocks: Sequence[int],

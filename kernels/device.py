@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Stream = Any
 """An engine's stream: `None` on the CPU; on CUDA a `torch.cuda.Stream` or a raw handle."""
@@ -40,9 +40,11 @@ class Direction(enum.Enum):
     LOAD = "host to pages"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One plane of the engine's pages: block `i` is at `base + i * stride`, `nbytes` long."""
+class Span(NamedTuple):
+    """One plane of the engine's pages: block `i` is at `base + i * stride`, `nbytes` long.
+
+    A tuple, since there are hundreds to make and to hash at every attach.
+    """
 
     base: int
     stride: int

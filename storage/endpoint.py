@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvtide.core.errors import InvalidRequest, QueueFull
@@ -24,7 +25,8 @@ GROUP_BYTES = 512 << 10
 let a layer start sooner, and cost submission time and bandwidth."""
 
 
-def layer_groups(planes: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], dict[int, int]]:
+@lru_cache(maxsize=64)
+def layer_groups(planes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], dict[int, int]]:
     """Ends of the groups, as indices of planes, and the group that each layer's last plane is in."""
     ends: list[int] = []
     group_of: dict[int, int] = {}
@@ -44,7 +46,7 @@ class PagesEndpoint:
 
     def __init__(self, arena: Arena, paged: PagedKV, lanes: DeviceLanes) -> None:
         self._arena = arena
-        self._paged = paged
+        self._paged: PagedKV | None = paged
         self._lanes = lanes
         self._spans = paged.spans
         self._groups, self._group_of = layer_groups(paged.planes)
@@ -62,6 +64,10 @@ class PagesEndpoint:
             raise InvalidRequest(str(error)) from error
         except PoolExhausted as error:
             raise QueueFull(f"{self._lanes.name} takes no more copies now: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the pages' memory; copies that run keep it."""
+        self._paged = None
 
     def forget(self, mark: Mark) -> None:
         """A mark that no copy will use."""
@@ -98,7 +104,7 @@ class PagesEndpoint:
         submitted: Callable[[Ticket], None],
         done: Callable[[BaseException | None], None],
     ) -> None:
-        lanes, arena = self._lanes, self._arena
+        lanes, arena, paged = self._lanes, self._arena, self._paged
         lanes.check()
         job = Job(
             direction=direction,
@@ -132,7 +138,9 @@ class PagesEndpoint:
                 ended(accepted, None)
 
         def ended(accepted: Submitted, error: BaseException | None) -> None:
+            nonlocal paged
             accepted.release(failed=error is not None)
+            paged = None  # it kept the memory alive until here
             done(None if error is None else lanes.explain(error, began=True))
 
         def refused(error: BaseException) -> None:

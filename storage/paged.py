@@ -6,10 +6,8 @@ inferred from a tensor's shape but which dimension counts blocks, and the caller
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtide.core.errors import GeometryMismatch
 from kvtide.kernels.device import Span
@@ -18,8 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+class Plane(NamedTuple):
     """Bytes of one layer's part: block `i` is `nbytes` at `base + i * stride`."""
 
     base: int
@@ -31,7 +28,8 @@ class Plane:
 class PagedKV:
     """Pages on one device. The memory is the engine's; `owners` keep it alive while copies run.
 
-    planes_at: addresses and strides, in the image's order: layer by layer.
+    planes_at: addresses and strides, in the image's order: layer by layer. planes: of these,
+    (bytes a block, layer); spans: the same as kernels see them.
     blocks: pages of every plane. device: (`"cpu"` or `"cuda"`, ordinal).
     block_tokens: tokens a page, if the engine says so; checked against the setting at attach.
     """
@@ -51,34 +49,27 @@ class PagedKV:
         if type(blocks) is not int or blocks < 1:
             raise GeometryMismatch(f"pages need at least one block, not {blocks!r}")
         for plane in planes:
-            if not all(type(part) is int for part in (plane.base, plane.stride, plane.nbytes, plane.layer)):
+            base, stride, nbytes, layer = plane
+            if not (type(base) is type(stride) is type(nbytes) is type(layer) is int):
                 raise GeometryMismatch(f"{plane} must consist of integers")
-            if plane.nbytes < 1 or plane.base < 1 or plane.layer < 0:
+            if nbytes < 1 or base < 1 or layer < 0:
                 raise GeometryMismatch(f"{plane} has no address, no bytes or no layer")
-            if blocks > 1 and plane.stride < plane.nbytes:
+            if blocks > 1 and stride < nbytes:
                 raise GeometryMismatch(
-                    f"blocks of a plane overlap: stride {plane.stride} < {plane.nbytes} bytes; is "
+                    f"blocks of a plane overlap: stride {stride} < {nbytes} bytes; is "
                     "block_dim the dimension that counts blocks, and is the tensor not expanded?"
                 )
         if type(device[1]) is not int or device[1] not in range(1 << 15):
             raise GeometryMismatch(f"no device can have the ordinal {device[1]}")
         self.planes_at = tuple(sorted(planes, key=lambda plane: plane.layer))
+        self.planes = tuple((plane.nbytes, plane.layer) for plane in self.planes_at)
+        self.spans = tuple(Span(plane.base, plane.stride, plane.nbytes) for plane in self.planes_at)
         self.blocks = blocks
         self.dtype = dtype
         self.device = device
         self.block_tokens = block_tokens
         self.owners = tuple(owners)
         _refuse_overlap(self.planes_at, blocks)
-
-    @property
-    def planes(self) -> tuple[tuple[int, int], ...]:
-        """(bytes a block, layer) of each plane, in the image's order."""
-        return tuple((plane.nbytes, plane.layer) for plane in self.planes_at)
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The planes as kernels see them."""
-        return tuple(Span(plane.base, plane.stride, plane.nbytes) for plane in self.planes_at)
 
     @classmethod
     def from_tensors(
@@ -149,16 +140,10 @@ def _planes(tensor: torch.Tensor, block_dim: int, layer: int) -> list[Plane]:
                 f"{strides[dim]}, expected {dense}): describe its parts as planes of their own"
             )
         dense *= shape[dim]
-    outer = itertools.product(*(range(shape[dim]) for dim in range(block_dim)))
-    return [
-        Plane(
-            tensor.data_ptr() + item * sum(i * s for i, s in zip(index, strides, strict=False)),
-            strides[block_dim] * item,
-            dense * item,
-            layer,
-        )
-        for index in outer
-    ]
+    bases = [tensor.data_ptr()]
+    for dim in range(block_dim):
+        bases = [base + index * strides[dim] * item for base in bases for index in range(shape[dim])]
+    return [Plane(base, strides[block_dim] * item, dense * item, layer) for base in bases]
 
 
 def _refuse_overlap(planes: Sequence[Plane], blocks: int) -> None:

@@ -91,7 +91,7 @@ class HeldMemory:
     def health(self) -> list[Component]:
         return []
 
-    def close(self, deadline: float, *, keep: bool) -> list[str]:
+    def close(self, deadline: float = 0.0, *, keep: bool = False) -> list[str]:
         del deadline, keep
         return []
 
