@@ -412,8 +412,7 @@ class Cache:
         below = self._below
         lower = below.shelf.index.nodes if below is not None and below.usable else {}
         found = []
-        for key in chain:
-            block = nodes.get(key)
+        for key, block in zip(chain, map(nodes.get, chain), strict=True):
             if block is None or block.state not in HELD:
                 block = lower.get(key)
                 if block is None or block.state not in HELD:

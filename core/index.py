@@ -7,7 +7,7 @@ finds them. Nodes are small: a million of them must fit (see `kvtide bench`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtide.core.states import HELD, State, Step, after
@@ -19,6 +19,7 @@ class Space:
 
     tier: name of the tier that this is about. slot_bytes: one image with its padding.
     shards: slots a block. quota: bytes, or None. used: bytes of slots that its blocks have.
+    block_bytes: room that a block takes, all shards.
     """
 
     name: str
@@ -27,11 +28,10 @@ class Space:
     shards: int
     quota: int | None = None
     used: int = 0
+    block_bytes: int = field(init=False)
 
-    @property
-    def block_bytes(self) -> int:
-        """Room that a block takes, all shards."""
-        return self.slot_bytes * self.shards
+    def __post_init__(self) -> None:
+        self.block_bytes = self.slot_bytes * self.shards
 
 
 class Block:

@@ -97,10 +97,12 @@ class Shelf:
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """Hold blocks: not evicted, their bytes not reused, until unpinned as often."""
+        nbytes = 0
         for block in blocks:
             if not block.pins:
-                self.pinned_bytes += block.space.block_bytes
+                nbytes += block.space.block_bytes
             block.pins += 1
+        self.pinned_bytes += nbytes
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Let go of blocks; room that becomes free goes to those who wait for it."""
