@@ -3,7 +3,7 @@
 In fp32 on the CPU the tokens are compared. In bf16 on a GPU even two runs without any cache give
 other tokens, so there the bytes that came back are compared with the bytes that were stored, and
 the first token's logits may be no further from the one-shot run than runs without a cache, which
-merely split the prompt, are from it and from each other.
+merely split the prompt, are from it and from each other (and a margin, since both are noise).
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """KV of tokens `[start, len(tokens))`, computed in parts that ended at `cuts`."""
+    """KV of tokens `[start, len(tokens))`."""
 
     tokens: list[int]
     start: int
-    cuts: list[int]
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -41,18 +40,15 @@ class StoredCopies:
         self._block_tokens = block_tokens
         self._copies: list[_Copy] = []
 
-    def keep(self, tokens: list[int], start: int, past: DynamicCache, cuts: Sequence[int] = ()) -> None:
-        """Keep the KV of the full blocks of `tokens` from `start` on.
-
-        cuts: where one forward pass ended and the next began.
-        """
+    def keep(self, tokens: list[int], start: int, past: DynamicCache) -> None:
+        """Keep the KV of the full blocks of `tokens` from `start` on."""
         end = len(tokens) // self._block_tokens * self._block_tokens
         if start < end:
             layers = [
                 (layer.keys[:, :, start:end].clone(), layer.values[:, :, start:end].clone())
                 for layer in past.layers
             ]
-            self._copies.append(_Copy(tokens[:end], start, list(cuts), layers))
+            self._copies.append(_Copy(tokens[:end], start, layers))
 
     def equal(self, tokens: list[int], loaded: Layers, end: int) -> bool:
         """Whether the first `end` tokens' KV are, in every plane, the bytes that were stored first.
@@ -68,13 +64,6 @@ class StoredCopies:
                         return False
             reached = to
         return reached == end
-
-    def cuts(self, tokens: list[int], end: int) -> list[int]:
-        """Where the forward passes ended that computed the first `end` tokens' KV, and `end`."""
-        found = {end}
-        for copy, at, to in self._sources(tokens, end):
-            found.update(cut for cut in (*copy.cuts, to) if at < cut <= to)
-        return sorted(found)
 
     def _sources(self, tokens: list[int], end: int) -> Iterator[tuple[_Copy, int, int]]:
         """For the blocks of `tokens` up to `end`: the first copy that has them, from where, to where."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvtide.app.transformers_layers import (
     CacheShape,
@@ -31,12 +31,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import DynamicCache, PreTrainedModel
 
-    from kvtide import Cache, Pages, Stored, Transfer
+    from kvtide import Cache, Pages, Stored
 
     Tensors = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +106,12 @@ class PrefixCache:
             if hit.tokens == 0:
                 return Prefix(empty_cache(self._model.config), 0)
             tensors = self._allocate(hit.tokens)
-            pages = self._attach(tensors, 0, hit.tokens)
             blocks = range(hit.tokens // self._block_tokens)
-            loaded = await self._at_rest(
-                lambda: pages.load(hit, blocks, after=self._stream(), deadline=deadline), pages, list(tensors)
-            )
-            past = self._wrap(tensors, loaded.tokens)
+            async with self._lent(tensors, 0, hit.tokens) as pages:
+                transfer = pages.load(hit, blocks, after=self._stream(), deadline=deadline)
+                past = empty_cache(self._model.config)  # takes its time, while the copy runs
+                loaded = await transfer
+            _fill(past, tensors, loaded.tokens)
             return Prefix(past, loaded.tokens, dict(hit.by_tier), dict(loaded.shortfall))
 
     async def store(
@@ -147,9 +144,8 @@ class PrefixCache:
 
             return Stored(stored=0, already=0, dropped=0)
         tensors = [(layer.keys, layer.values) for layer in past_key_values.layers]
-        pages = self._attach(tensors, start, end)
-        return await self._at_rest(
-            lambda: pages.store(
+        async with self._lent(tensors, start, end) as pages:
+            return await pages.store(
                 tokens[:end],
                 range((end - start) // size),
                 start=start,
@@ -157,10 +153,7 @@ class PrefixCache:
                 salt=salt,
                 extra=extra,
                 deadline=deadline,
-            ),
-            pages,
-            tensors,
-        )
+            )
 
     async def generate(
         self,
@@ -216,8 +209,28 @@ class PrefixCache:
             for layer in self.shape.layers
         ]
 
+    @contextlib.asynccontextmanager
+    async def _lent(self, tensors: Tensors, start: int, end: int) -> AsyncIterator[Pages]:
+        """Lend tokens `[start, end)`: block `i` is the `i`-th of them, each head a plane.
+
+        The block is left, with its result or error, once nothing touches the memory (R10).
+        """
+        pages = self._attach(tensors, start, end)
+
+        async def rest(memory: Tensors) -> None:
+            await pages.detach()
+
+        try:
+            yield pages
+        finally:
+            # A second cancellation ends this waiting too. The task then keeps the memory until
+            # no copy needs it: freed before, another tensor's bytes would be overwritten.
+            resting = asyncio.create_task(rest(tensors))
+            self._resting.add(resting)
+            resting.add_done_callback(self._resting.discard)
+            await asyncio.shield(resting)
+
     def _attach(self, tensors: Tensors, start: int, end: int) -> Pages:
-        """Lend tokens `[start, end)`: block `i` is the `i`-th of them, each head a plane."""
         from kvtide import PagedKV
 
         def blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,36 +238,11 @@ class PrefixCache:
             return tensor[:, :, start:end].view(1, heads, -1, self._block_tokens, dim)
 
         paged = PagedKV.from_tensors(
-            [(blocks(keys), blocks(values)) for keys, values in tensors], block_dim=2
+            [(blocks(keys), blocks(values)) for keys, values in tensors],
+            block_dim=2,
+            block_tokens=self._block_tokens,
         )
         return self._cache.attach(paged, namespace=self.namespace, weights=self.weights)
-
-    def _wrap(self, tensors: Tensors, tokens: int) -> DynamicCache:
-        past = empty_cache(self._model.config)
-        if tokens == 0:
-            return past
-        for layer, (keys, values) in zip(past.layers, tensors, strict=True):
-            # `update` would copy the whole prefix; the layer takes the tensors as they are.
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys[:, :, :tokens], values[:, :, :tokens]
-        return past
-
-    async def _at_rest(self, begin: Callable[[], Transfer[Result]], pages: Pages, memory: Tensors) -> Result:
-        """A transfer's result or error, once nothing touches the lent memory any more (R10)."""
-
-        async def rest() -> None:
-            await pages.detach()
-            memory.clear()
-
-        try:
-            return await begin()
-        finally:
-            # A second cancellation ends this waiting too. The task then keeps the memory until
-            # no copy needs it: freed before, another tensor's bytes would be overwritten.
-            resting = asyncio.create_task(rest())
-            self._resting.add(resting)
-            resting.add_done_callback(self._resting.discard)
-            await asyncio.shield(resting)
 
     def _stream(self) -> torch.cuda.Stream | None:
         import torch
@@ -262,6 +250,16 @@ class PrefixCache:
         if self.shape.device.type != "cuda":
             return None
         return torch.cuda.current_stream(self.shape.device)
+
+
+def _fill(past: DynamicCache, tensors: Tensors, tokens: int) -> None:
+    """Put the first `tokens` tokens into an empty cache."""
+    if tokens == 0:
+        return
+    for layer, (keys, values) in zip(past.layers, tensors, strict=True):
+        # `update` would copy the whole prefix; the layer takes the tensors as they are.
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys[:, :, :tokens], values[:, :, :tokens]
 
 
 def prompt_tokens(input_ids: torch.Tensor | Sequence[int]) -> list[int]:

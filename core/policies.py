@@ -268,7 +268,8 @@ class Arc:
         recent, frequent = self._ghosts[_RECENT], self._ghosts[_FREQUENT]
         while recent and self._present[_RECENT] + len(recent) > self._capacity:
             recent.popitem(last=False)
-        present = sum(self._present.values())
+        # Those who were let in before others went don't count beyond c.
+        present = min(sum(self._present.values()), self._capacity)
         while frequent and present + len(recent) + len(frequent) > 2 * self._capacity:
             frequent.popitem(last=False)
 

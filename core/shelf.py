@@ -130,11 +130,11 @@ class Shelf:
         """
         if not links:
             return []
-        names = [key for key, _ in links]
-        self._check_absent(names)
         nbytes = len(links) * space.block_bytes
         if self.pinned_bytes + nbytes > self.extents.total * self.extents.extent_bytes:
-            return None  # whatever could be evicted
+            return None  # whatever may be evicted; those who wait are tried often, so this comes first
+        names = [key for key, _ in links]
+        self._check_absent(names)
         kept = {*keep}
         if not self.spills:
             # What the blocks hang on would be lost; where a lower tier has it, it may go.

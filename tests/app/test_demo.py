@@ -191,15 +191,6 @@ class TestIdentity:
         assert copies.equal(tokens, self.loaded(past, 48), 48)
         assert not copies.equal([*range(48), 99], self.loaded(past, 64), 64)
 
-    def test_where_stored_kv_was_split(self) -> None:
-        tokens, past = list(range(64)), self.past(64)
-        copies = StoredCopies(16)
-        copies.keep(tokens[:40], 0, past, [20, 36, 37])
-        copies.keep(tokens, 32, past, [50])
-        assert copies.cuts(tokens, 64) == [20, 32, 50, 64]
-        assert copies.cuts(tokens, 16) == [16]
-        assert copies.cuts([99, *tokens], 32) == [32]
-
     @pytest.mark.parametrize("at", [0, 31, 32, 63])
     def test_one_bit_is_enough(self, at: int) -> None:
         tokens, past = list(range(64)), self.past(64)

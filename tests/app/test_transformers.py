@@ -15,6 +15,8 @@ import kvtide
 from kvtide.app.transformers import PrefixCache, prompt_tokens
 from kvtide.app.transformers_layers import model_namespace
 
+pytestmark = pytest.mark.blocks_loop("the models compute on the test's own thread")
+
 BLOCK = 16
 VOCABULARY = 97
 SIZES: dict[str, Any] = {

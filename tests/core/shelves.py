@@ -74,7 +74,12 @@ def snapshot(shelf: Shelf) -> dict[str, Any]:
         "counts": repr(shelf.counts),
         "fills": dict(shelf.fills),
         "claims": list(shelf.claims),
-        "policies": {size: _policy_snapshot(policy) for size, policy in shelf._policies.items()},
+        # A size that never had a block may have been asked for room.
+        "policies": {
+            size: _policy_snapshot(policy)
+            for size, policy in shelf._policies.items()
+            if _policy_snapshot(policy) != _policy_snapshot(type(policy)())
+        },
     }
 
 

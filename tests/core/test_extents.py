@@ -1,5 +1,6 @@
 """Room: extents that slot sizes take and give back (R8)."""
 
+import itertools
 import random
 import time
 from typing import Any
@@ -201,7 +202,7 @@ def _look_at(extents: Extents, here: set[int], taken: dict[int, int], pages: int
         start = extent_of(slot) * pages * PAGE + offset_of(slot)
         pieces.append((start, start + size))
     pieces.sort()
-    assert all(before[1] <= after[0] for before, after in zip(pieces, pieces[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
     free = here - size_of.keys()
     assert extents.free == len(free)
     assert extents.total == len(here)
