@@ -109,7 +109,7 @@ def read_document(path: Path | None) -> str:
 
 def question_text(turn: Turn) -> str:
     """How a question stands behind the document or the chat so far."""
-    return f"\n\nQuestion: {turn.question}\nAnswer:"
+    return f"\n\nQuestion: {turn.question}\n\nAnswer:"
 
 
 def _words(text: str) -> list[str]:

@@ -1,7 +1,9 @@
 """What every test runs under: a debugging event loop, Triton's interpreter without a GPU, no blocked loop."""
 
+import json
 import logging
 import os
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ HAVE_CUDA = torch.cuda.is_available()
 if not HAVE_CUDA:
     # Triton decides when a kernel is decorated, so this stands before any test imports one.
     os.environ["TRITON_INTERPRET"] = "1"
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Far above what a loaded two-core machine does by itself, far below what a user would put up with.
 BLOCKED_S = 0.5
@@ -64,3 +68,12 @@ def _loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.removeHandler(handler)
     if handler.reports:
         pytest.fail("the event loop was blocked: " + "; ".join(handler.reports), pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List measurements that are older than the code which they measured."""
+    record = runpy.run_path(str(ROOT / "benchmarks" / "record.py"))
+    now = record["code_hash"]()
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        if json.loads(path.read_text())["code"] != now:
+            terminalreporter.write_line(f"older than the code it measured: {path.relative_to(ROOT)}")
