@@ -25,8 +25,6 @@ if not HAVE_CUDA:
     # Triton decides when a kernel is decorated, so this stands before any test imports one.
     os.environ["TRITON_INTERPRET"] = "1"
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # Far above what a loaded two-core machine does by itself, far below what a user would put up with.
 BLOCKED_S = 0.5
 
@@ -72,8 +70,8 @@ def _loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List measurements that are older than the code which they measured."""
-    record = runpy.run_path(str(ROOT / "benchmarks" / "record.py"))
-    now = record["code_hash"]()
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    now = runpy.run_path(str(ROOT / "benchmarks" / "record.py"))["code_hash"]() if results else ""
+    for path in results:
         if json.loads(path.read_text())["code"] != now:
             terminalreporter.write_line(f"older than the code it measured: {path.relative_to(ROOT)}")
