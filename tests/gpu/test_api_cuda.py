@@ -12,7 +12,7 @@ import pytest
 import kvtide
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.blocks_loop("the first use of a GPU is the test's own")]
 
 MIB = 1 << 20
 DEVICES = range(torch.cuda.device_count() if torch.cuda.is_available() else 1)
